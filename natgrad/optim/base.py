@@ -400,12 +400,21 @@ class ModelOptimizer(Optimizer):
         Plain values and tensors: `torch.load(weights_only=True)` and `get_state_dict` keep them. Saved, loaded in a new
         process and continued, training on the CPU is bit for bit as if it had never stopped.
 
+        Between backward passes and their step it is the state that the last step left, with a warning: gradients are
+        not in it, as in torch. A run that goes on from it begins with the first of these passes again.
+
         With `share="memory"` all processes call it, and each gets the whole state; what others hold is on the CPU.
 
         Raises:
             ExchangeError: If some process does not call it then within five minutes.
         """
         self._follow_names()
+        if self._live.recall.holds_gradients():
+            warnings.warn(
+                "state_dict() holds the run as the last step left it, without the gradients of the backward passes "
+                "since: call it after step(), or begin this batch again, from its first micro-batch, after loading",
+                stacklevel=2,
+            )
         labels = self._labels()
         extra = {"kind": self.FORMAT.kind, "structure": type(self.structure).__name__, **self._live.state.save()}
         extra |= {"generator": None if labels is None else labels.get_state()}

@@ -874,6 +874,10 @@ class Recall:
         self._left = {mark_of(p.grad) for p in self.watched if p.grad is not None}
         self._kept_back = not self._left and any_split(self.watched)
 
+    def holds_gradients(self) -> bool:
+        """Whether gradients of losses are there that no step was taken on yet."""
+        return bool(self.losses) and not self._were_cleared()
+
     def _were_cleared(self) -> bool:
         """Whether somebody else cleared the gradients (`model.zero_grad()`, p.grad = None) since losses went backward.
 

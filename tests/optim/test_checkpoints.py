@@ -6,12 +6,13 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import build_seeded, mlp
+from models import build_seeded, draw, mlp
 from optim_models import CE, net, same, snapshot, train_numbered
 from saved_runs import BUILDS, load, run_build, save
 from torch import nn
@@ -60,6 +61,50 @@ def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(tmp_pat
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     for name, expected in straight.items():
         assert same(torch.load(tmp_path / f"{name}.resumed.pt", weights_only=True), expected), name
+
+
+PARTS = [(draw(8, 3, seed=i), torch.arange(8) % 3) for i in range(3)]
+
+
+def go_backward(model: nn.Module, opt: Any, parts: int) -> None:
+    """The first parts of a batch that is accumulated."""
+    opt.zero_grad()
+    for x, y in PARTS[:parts]:
+        opt.loss(model(x), y).backward()
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_state_between_micro_batches_is_the_last_steps_and_says_so(build: str) -> None:
+    model, opt = run_build(build, 3)
+    last = save(model, opt)
+    go_backward(model, opt, 2)
+    with pytest.warns(UserWarning, match="begin this batch again, from its first micro-batch"):
+        between = save(model, opt)
+    assert same(between, last)
+    go_backward(model, opt, 3)  # the whole batch
+    opt.step()
+    resumed, other = run_build(build, 1)
+    load(resumed, other, between)
+    go_backward(resumed, other, 3)
+    other.step()
+    assert same(save(resumed, other), save(model, opt))
+
+
+CLEARED: dict[str, Callable[[nn.Module, Any], None]] = {
+    "by the optimizer": lambda _, opt: opt.zero_grad(),
+    "by the model": lambda model, _: model.zero_grad(),
+    "in place": lambda model, _: model.zero_grad(set_to_none=False),
+    "by a step": lambda _, opt: opt.step(),
+}
+
+
+@pytest.mark.parametrize("clear", CLEARED)
+def test_no_gradient_is_missed_where_none_is_left(clear: str) -> None:
+    """Warnings are errors here."""
+    model, opt = run_build("kfac", 1)
+    go_backward(model, opt, 2)
+    CLEARED[clear](model, opt)
+    opt.state_dict()
 
 
 @pytest.mark.parametrize("build", ["kfac", "hessian_free"])

@@ -33,6 +33,9 @@ import natgrad as ng
 from natgrad.ground.pure import is_evaluating, mark_evaluation
 from natgrad.optim.blocks import Averages
 
+# states are compared in the middle of a batch, which `state_dict` tells of
+pytestmark = pytest.mark.filterwarnings("ignore:state_dict.. holds the run as the last step left it")
+
 LM = ng.LevenbergMarquardt(start=0.03, per="block")
 CASES: dict[str, Callable[[nn.Module], Any]] = {
     "kfac, adapted": lambda model: ng.kfac(model, CE, damping=LM, l2=1e-3, weight_decay=1e-2),
