@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
@@ -52,6 +52,8 @@ DRAWN = 0.4
 """The same for an information over draws, which changes by itself."""
 FEW = 5
 """Such steps, after which a fit that goes no further is on its way to infinity."""
+SHORT = 1e-3
+"""Of a step, below which parameters are tried alone: a kink along one of them holds all."""
 IDLE = 3
 """Steps in a row without a gain or a shorter distance, after which a fit ends."""
 
@@ -222,6 +224,9 @@ class Ascent:
         direction, slope = self.propose()
         self.distance = math.sqrt(max(self.count * slope, 0.0))
         length, rise = self.search(direction, slope)
+        if length < SHORT and not self.edge:
+            direction, length, rise = max((direction, length, rise), *self.try_alone(direction), key=lambda way: way[2])
+            self.edge = False
         self.steps += 1
         if length == math.inf:
             return "unbounded"
@@ -247,7 +252,26 @@ class Ascent:
             return "unbounded"
         if slope <= 100 * self.noise and self.distance <= 10 * COARSE:
             return "round_off"
-        return "kink" if self.distance <= len(self.theta) / math.sqrt(self.count) else "stalled"
+        near = self.distance <= len(self.theta) / math.sqrt(self.count)
+        return "kink" if near or self.stands_on_kink(bound) else "stalled"
+
+    def try_alone(self, direction: Tensor) -> Iterator[tuple[Tensor, float, float]]:
+        """The direction's part of each parameter, with its length and its gain."""
+        for part in direction.diag():
+            if (slope := float(self.gradient @ part)) > 0:
+                yield part, *self.search(part, slope)
+
+    def stands_on_kink(self, bound: float) -> bool:
+        """True if a single parameter is not settled, and the likelihood falls on both sides of it as lines do."""
+        parts = [(part, float(self.gradient @ part)) for part in self.propose()[0].diag()]
+        left = [(part, slope) for part, slope in parts if math.sqrt(self.count * abs(slope)) > bound]
+        if len(left) != 1:
+            return False
+        part, slope = left[0]
+        length = 100 * self.noise / abs(slope)  # where rounding does not count
+        sides = self.evaluate(self.theta + length * part), self.evaluate(self.theta - length * part)
+        # the bend of a smooth function is a share `length` of this
+        return length <= 10 * SHORT and sum(sides) - 2 * self.value <= -length * abs(slope) / 2
 
     def search(self, direction: Tensor, slope: float) -> tuple[float, float]:
         """The length and its gain: halved while that is too little, or less; doubled while it grows as a line does.
@@ -375,8 +399,8 @@ class MaximumLikelihood:
     Args:
         params: The estimate, as the start was given.
         status: "converged"; "round_off" where the log likelihood's own rounding hides what is left; "kink" where no
-            step gains and what is left is a row's share, as at Laplace's median; "flat" where a direction is not
-            identified; "saddle", "stalled", "unbounded" or "max_steps" otherwise.
+            step gains and what is left is a row's share or all along one parameter, as at Laplace's median; "flat"
+            where a direction is not identified; "saddle", "stalled", "unbounded" or "max_steps" otherwise.
         steps: Steps that it took.
         distance: Length of the last whole step, in standard errors.
         log_likelihood: The sum over rows at the estimate.

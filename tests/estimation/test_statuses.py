@@ -230,12 +230,15 @@ def test_a_row_that_a_condition_leaves_out_may_lie_outside_of_the_support() -> N
     assert_close(fit.params["rate"], torch.tensor(3.0, dtype=F64))
 
 
-def test_laplace_ends_at_the_median() -> None:
-    y = 3 + NOISE[:299]
+@pytest.mark.parametrize("digits", [0, 1, 9])
+@pytest.mark.parametrize("count", [21, 299])
+def test_laplace_ends_at_the_median_also_of_rounded_data(count: int, digits: int) -> None:
+    """Where many observations tie, more than a row's share of the gradient is left at the median."""
+    y = (3 + 2 * NOISE[:count]).round(decimals=digits)
     fit = ng.maximize_likelihood(laplace, dict.fromkeys(BOTH, ZERO), y)
-    assert fit.status == "kink"
+    assert fit.status in ("kink", "converged")
     assert_close(fit.params["mean"], y.median(), rtol=1e-6, atol=1e-6)
-    assert_close(fit.params["log_scale"], (y - y.median()).abs().mean().log(), rtol=0, atol=1e-2)
+    assert_close(fit.params["log_scale"], (y - y.median()).abs().mean().log(), rtol=0, atol=1e-5)
 
 
 def test_rounding_that_hides_the_rest_ends_a_fit_without_a_warning() -> None:
