@@ -29,6 +29,7 @@ from benchmarks import (
     search_bits,
     search_landscapes,
     search_pbo,
+    search_problems,
     step,
     training,
     wake_sleep,
@@ -179,6 +180,9 @@ TABLES: dict[str, Table] = {
     "engine": lambda choices: [("Files and functions of natgrad that a step enters", engine.report(), engine.HEADS)],
     "first-steps": first_steps_tables,
     "learning": learning_table,
+    "derivatives": lambda choices: [
+        (residuals.DERIVATIVES_TITLE, residuals.time_derivatives(choices.repeats), residuals.DERIVATIVES_HEADS)
+    ],
     "scores": score_tables,
     "conversions": lambda choices: [(conversions.TITLE, conversions.report(choices.repeats), conversions.HEADS)],
     "policy": policy_table,
@@ -192,6 +196,9 @@ SEARCHES: dict[str, Table] = {
     "search-bbob-large": race_bbob,
     "search-mixint": race_mixed,
     "search-640": race_large,
+    "search-draws": lambda choices: [
+        choices.show("Evaluations to 1e-8, {}", range(5), search_problems.compare_draws, search_problems.DRAWS_HEADS)
+    ],
     "search-surrogate": search_surrogate,
     "search-bits": lambda choices: [
         choices.show("Bits and categories, {}", range(10), search_bits.figures, search_bits.HEADS)

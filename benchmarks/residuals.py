@@ -23,6 +23,7 @@ from benchmarks.residual_equations import (
     BoundaryProblem,
     Points,
     allen_cahn,
+    build_net,
     burgers,
     cavity,
     diffusion,
@@ -32,6 +33,7 @@ from benchmarks.residual_equations import (
     squares,
 )
 from benchmarks.tables import ChosenTables
+from benchmarks.timing import ratios
 from benchmarks.variants import check_names, race_variants, write_errors
 from natgrad.ground.linalg import cholesky
 
@@ -202,3 +204,34 @@ def figures(seeds: range, choices: ChosenTables) -> Iterator[tuple[str, ...]]:
         chosen = {name: variants for name, variants in CONTESTANTS.items() if name in (choices.methods or HEADS)}
         cells = {name: write_errors(*race_variants(run, variants, seeds)) for name, variants in chosen.items()}
         yield f"{equation.name}, {budget:g} s", *(cells.get(name, "-") for name in HEADS)
+
+
+# what a term takes that calls `torch.autograd.grad` at its point
+
+DERIVATIVES_TITLE = "A step with -laplacian(u) by torch.autograd.grad, over one with ng.laplacian"
+DERIVATIVES_HEADS = ("100 points", "1000 points")
+NETS = ((2, 32, 1), (2, 64, 64, 1), (5, 40, 40, 1))
+
+
+def differentiate_twice(u: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The Laplacian at one point, by backward passes."""
+    slope = torch.autograd.grad(u(x), x, create_graph=True)[0]
+    return torch.stack([torch.autograd.grad(part, x, create_graph=True)[0][i] for i, part in enumerate(slope)]).sum()
+
+
+def time_derivatives(repeats: int) -> Iterator[tuple[str, ...]]:
+    """One row per network, the same steps in turn, in double precision."""
+    for sizes in NETS:
+        cells = list[str]()
+        for count in (100, 1000):
+            inside = torch.rand(count, sizes[0], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+            def build(laplacian: Callable[..., Tensor], sizes: Any = sizes, x: Tensor = inside) -> Callable[[], object]:
+                torch.manual_seed(0)
+                net = build_net(sizes)
+                opt = ng.residuals(net, {"inside": lambda u, x: laplacian(u, x) + x.sin().prod()})
+                return lambda: opt.step(inside=x)
+
+            works = {"autograd": build(differentiate_twice)}
+            cells.append(str(ratios(build(ng.laplacian), works, repeats)["autograd"]))
+        yield "-".join(map(str, sizes)), *cells

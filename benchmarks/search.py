@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import cma
 import numpy as np
@@ -15,12 +13,12 @@ from cma import bbobbenchmarks
 from torch import Tensor
 
 from benchmarks.kept_results import keep_result
+from benchmarks.search_problems import TARGET, Problem, problems, solve
 from benchmarks.tables import write_spread
-from natgrad.search import BIPOP, IPOP, XNES, GaussianModel, SearchResult, minimize
+from natgrad.search import BIPOP, IPOP, XNES, GaussianModel
 
 HEADS = ("reached", "median evaluations (smallest-largest)", "pycma's median", "goal")
 BBOB_HEADS = ("reached", "at once", "expected running time", "median of the first runs", "pycma's", "goal")
-TARGET = 1e-8
 PYCMA = {  # medians of ten seeds, of f: expected running times on ten instances; cma 4.5.0 in this set-up
     "sphere 10": "1475",
     "sphere 20": "2814",
@@ -42,45 +40,6 @@ PYCMA = {  # medians of ten seeds, of f: expected running times on ten instances
 }
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A function of a batch, and where a search of it starts."""
-
-    name: str
-    f: Callable[[Tensor], Tensor]
-    x0: Callable[[torch.Generator], Tensor]
-    sigma0: float
-    target: float = TARGET
-
-
-def sphere(X: Tensor) -> Tensor:
-    return X.square().sum(1)
-
-
-def ellipsoid(X: Tensor) -> Tensor:
-    d = X.shape[1]
-    return (X.square() * 1e6 ** (torch.arange(d, dtype=X.dtype) / (d - 1))).sum(1)
-
-
-def cigar(X: Tensor) -> Tensor:
-    return X[:, 0].square() + 1e6 * X[:, 1:].square().sum(1)
-
-
-def rosenbrock(X: Tensor) -> Tensor:
-    return (100 * (X[:, 1:] - X[:, :-1].square()).square() + (1 - X[:, :-1]).square()).sum(1)
-
-
-def problems(d: int) -> list[Problem]:
-    """x0 uniform in [1, 5]^d and sigma0 = 2; Rosenbrock's from 0 with sigma0 = .5."""
-
-    def anywhere(generator: torch.Generator) -> Tensor:
-        return 1 + 4 * torch.rand(d, generator=generator, dtype=torch.float64)
-
-    named = (("sphere", sphere), ("ellipsoid", ellipsoid), ("cigar", cigar))
-    rows = [Problem(f"{name} {d}", f, anywhere, 2.0) for name, f in named]
-    return [*rows, Problem(f"Rosenbrock {d}", rosenbrock, lambda generator: torch.zeros(d), 0.5)]
-
-
 def bbob(number: int, d: int, instance: int) -> Problem:
     """A function of the BBOB suite; target 1e-8 above its minimum, x0 = 0, sigma0 = 2."""
     function = bbobbenchmarks.instantiate(number, iinstance=instance)[0]
@@ -90,12 +49,6 @@ def bbob(number: int, d: int, instance: int) -> Problem:
 
     target = float(function.getfopt()) + TARGET
     return Problem(f"f{number} {d}", values, lambda generator: torch.zeros(d), 2.0, target)
-
-
-def solve(problem: Problem, seed: int, **settings: Any) -> SearchResult:
-    """The result of one run."""
-    x0 = problem.x0(torch.Generator().manual_seed(1000 + seed))
-    return minimize(problem.f, x0, problem.sigma0, ftarget=problem.target, seed=seed, vectorized=True, **settings)
 
 
 def spread(counts: list[int]) -> str:

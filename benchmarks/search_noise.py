@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.search import sphere
+from benchmarks.search_problems import sphere
 from benchmarks.tables import write_spread
 from natgrad.search import minimize
 
