@@ -116,7 +116,9 @@ def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> lis
             name = names.get(id(p))
             matrices = p.dim() == 2 or (p.dim() == 3 and len(p) > 1)  # the latter one per expert
             if matrices and name is not None and name not in held and name not in layers:
-                bias = own.get(key.replace("weight", "bias")) if isinstance(module, WITH_BIAS) else None
+                # a bare module holds the parameters of one that was exported
+                with_bias = isinstance(module, WITH_BIAS) or type(module) is nn.Module
+                bias = own.get(key.replace("weight", "bias")) if with_bias else None
                 fits = bias is not None and bias.shape == (len(p),) and owners[id(bias)] == owners[id(p)]
                 layout = layout_of(module, key, p, name, names.get(id(bias)) if fits else None)
                 layers[name] = Traced(module if isinstance(module, nn.RNNBase) else None, layout, first)

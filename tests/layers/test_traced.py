@@ -247,6 +247,32 @@ def test_an_optimizer_reads_what_a_pass_of_its_own_would(name: str):
     assert_same_reading(readings(opt, model, INPUTS, LABELS), expected.layers)
 
 
+EXPORTED: dict[str, Callable[[], nn.Module]] = {
+    "layers": lambda: nn.Sequential(nn.Linear(E, 5), nn.Tanh(), nn.Linear(5, 3)),
+    "positions": lambda: nn.Sequential(
+        nn.Unflatten(1, (-1, 1)), nn.Linear(1, 4), nn.GELU(), nn.Flatten(), nn.Linear(4 * E, 3)
+    ),
+    "no biases": lambda: nn.Sequential(nn.Linear(E, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False)),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_model_steps_as_the_original(name: str):
+    """Its modules are bare: weights and biases meet in the graph alone."""
+    x, y, ends = draw(8, E), torch.arange(8) % 3, []
+    for export in (False, True):
+        torch.manual_seed(0)
+        model = EXPORTED[name]().double()
+        if export:
+            model = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("b")},)).module()
+        opt = ng.kfac(model, CE, estimate=EXACT)
+        for _ in range(3):
+            iterate(opt, model, x, y)
+        assert {row.structure for row in opt.report()} == {"Kronecker"}
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert_close(ends[1], ends[0])
+
+
 def test_a_matrix_with_another_use_keeps_what_it_has():
     def build() -> Any:
         """Twice: one more use, which is no product."""
