@@ -114,10 +114,15 @@ class GaussHermite(Points):
     def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
         if self.order**d > LARGEST_GRID:
             raise ValueError(f"order {self.order} in {d} dimensions has {self.order}^{d} points; use Sobol()")
-        nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(self.order))
-        weights = weights / weights.sum()
-        grid = torch.cartesian_prod(*[nodes] * d).view(-1, d)
-        return grid, torch.cartesian_prod(*[weights] * d).view(-1, d).prod(1)
+        return _span_grid(self.order, d)
+
+
+@lru_cache(maxsize=4)
+def _span_grid(order: int, d: int) -> tuple[Tensor, Tensor]:
+    nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(order))
+    weights = weights / weights.sum()
+    grid = torch.cartesian_prod(*[nodes] * d).view(-1, d)
+    return grid, torch.cartesian_prod(*[weights] * d).view(-1, d).prod(1)
 
 
 @dataclass(frozen=True)
