@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import small_study
 import torch
 from typer.testing import CliRunner
 
@@ -17,6 +19,7 @@ from natgrad_lab import cli
 from natgrad_lab.data import DataError, digits
 from natgrad_lab.descent import read_function
 from natgrad_lab.experiments import EXPERIMENTS, find, override
+from natgrad_lab.experiments.records import read
 from natgrad_lab.experiments.settings import describe_settings
 
 FEW = ("--seeds", "1", "--set", "steps=1", "--set", "threads=1")
@@ -46,21 +49,16 @@ def test_every_experiment_has_a_size_of_about_a_minute(name):
         assert settings.device == "meta"
 
 
-def test_a_size_has_a_folder_of_its_own(tmp_path, monkeypatch):
+def test_a_size_has_a_folder_and_seeds_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = natgrad("run", "digits", "--size", "quick", "--set", "steps=1")
-    assert said.exit_code == 0, said.output
-    assert len(list(tmp_path.glob("runs/digits-quick/records/*.seed-*.json"))) == 8
-    assert "--size is 'huge', expected quick or paper" in natgrad("run", "digits", "--size", "huge").output
-
-
-def test_a_size_takes_another_number_of_seeds(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = natgrad("run", "malago_2023_convergence", "--size", "quick", "--seeds", "1", "--set", "problems=1")
-    assert said.exit_code == 0, said.output
-    many = natgrad("run", "digits", "--size", "quick", "--seeds", "2", "--set", "steps=1")
-    assert many.exit_code == 0, many.output
-    assert len(list(tmp_path.glob("runs/digits-quick/records/*.seed-*.json"))) == 16
+    monkeypatch.setattr(small_study, "STUDY", replace(small_study.STUDY, quick={"seeds": 3, "steps": 1}))
+    monkeypatch.setitem(EXPERIMENTS, "walks", "small_study:STUDY")
+    for words, seeds in (((), 3), (("--seeds", "4"), 4)):
+        said = natgrad("run", "walks", "--size", "quick", *words)
+        assert said.exit_code == 0, said.output
+        assert len(list(tmp_path.glob("runs/walks-quick/records/walk.seed-*.json"))) == seeds
+    assert read(tmp_path / "runs/walks-quick/records/walk.seed-0.json").numbers["path"] == [0.0, 1.0]
+    assert "--size is 'huge', expected quick or paper" in natgrad("run", "walks", "--size", "huge").output
 
 
 def test_a_terminal_hears_at_once_that_something_happens():
@@ -75,23 +73,26 @@ def test_a_terminal_hears_at_once_that_something_happens():
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
-@pytest.mark.parametrize(
-    "words", [(), *((word, "--help") for word in ("run", "report", "list", "show")), ("--help",), ("run",)]
-)
-def test_help_does_not_wait_for_torch(words):
+def test_help_does_not_wait_for_torch():
     """Nor does it say that something is loaded; whatever else is asked for does both."""
-    run = f"import sys; from natgrad_lab import cli; sys.argv[1:] = {list(words)}"
-    code = run + "\ntry: cli.main()\nfinally: print('torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "Usage:" in said.stdout + said.stderr
-    assert said.stdout.splitlines()[-1] == "False"
-    assert not cli.needs_torch(words)
-    assert all(
-        map(
-            cli.needs_torch,
-            [("list",), ("show",), ("show", "x^2"), ("run", "digits"), ("run", "digits", "--help"), ("report", "runs")],
-        )
-    )
+    helps = [(), *((word, "--help") for word in ("run", "report", "list", "show")), ("--help",), ("run",)]
+    code = """
+import sys
+from natgrad_lab import cli
+for words in HELPS:
+    sys.argv[1:] = words
+    try:
+        cli.main()
+    except SystemExit:
+        print("torch" in sys.modules, *words, flush=True)
+"""
+    command = [sys.executable, "-c", code.replace("HELPS", repr(helps))]
+    said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+    assert said.count("Usage:") == len(helps)
+    assert re.findall(r"^(?:True|False)\b.*", said, re.M) == [" ".join(("False", *words)) for words in helps]
+    assert not any(map(cli.needs_torch, helps))
+    asked = [("list",), ("show",), ("show", "x^2"), ("run", "digits"), ("run", "digits", "--help"), ("report", "runs")]
+    assert all(map(cli.needs_torch, asked))
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
@@ -100,18 +101,19 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
         digits()
 
 
-def test_run_digits_ends_in_a_report(tmp_path):
-    said = natgrad("run", "digits", *FEW, "--out", str(tmp_path))
+def test_a_run_ends_in_a_report(tmp_path, monkeypatch):
+    monkeypatch.setitem(EXPERIMENTS, "tiny", "small_races:RACE")
+    said = natgrad("run", "tiny", *FEW, "--out", str(tmp_path))
     assert said.exit_code == 0, said.output
-    assert "Classifier 64-128-128-10" in said.output
-    assert "natural gradient" in said.output
+    assert "Two rings" in said.output
+    assert "Adam" in said.output
     page = tmp_path / "report.html"
     text = page.read_text()
     page.unlink()
     again = natgrad("report", str(tmp_path))
     assert again.exit_code == 0
     assert page.read_text() == text
-    refused = natgrad("run", "digits", "--seeds", "1", "--set", "steps=3", "--out", str(tmp_path))
+    refused = natgrad("run", "tiny", "--seeds", "1", "--set", "steps=3", "--out", str(tmp_path))
     assert refused.exit_code == 2
     assert "--out" in refused.output
 
@@ -165,8 +167,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words, said, tmp_path, monkey
     ("words", "name", "drawn"),
     [
         ((), "descent.png", "(x - 1)^2"),
-        (("x^4 - 3*x^2", "--start=-2,0.5", "--out", "deep/quartic.svg"), "deep/quartic.svg", "x^4 - 3*x^2"),
-        (("x1 * x2", "--family", "signs", "--x", "0.1,0.9", "--out", "signs.png"), "signs.png", "x1 * x2"),
+        (
+            ("x1 * x2", "--family", "signs", "--x", "0.1,0.9", "--start", "0.3,0.4", "--out", "deep/signs.svg"),
+            "deep/signs.svg",
+            "x1 * x2",
+        ),
     ],
 )
 def test_show_draws_a_descent(words, name, drawn, tmp_path, monkeypatch):
@@ -241,7 +246,7 @@ def test_out_must_not_be_a_file(tmp_path):
 def start(out):
     command = [sys.executable, "-c", "from natgrad_lab.cli import main; main()", "run", "digits", "--seeds", "1"]
     return subprocess.Popen(
-        [*command, "--set", "steps=40", "--set", "seconds=600", "--set", "threads=1", "--out", str(out)],
+        [*command, "--set", "steps=10", "--set", "seconds=600", "--set", "threads=1", "--out", str(out)],
         cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
     )  # fmt: skip
 

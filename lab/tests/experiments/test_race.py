@@ -43,16 +43,20 @@ def test_the_choice_with_the_lowest_training_loss_races(tmp_path):
     assert raced.header["index"] == choose(tried) == min(tried, key=final).header["index"]
 
 
-@pytest.mark.parametrize("steps", [1, 4, 9, 23, 40])
-def test_interrupted_and_resumed_equals_never_stopped(tmp_path, steps):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return execute(race(task()), Settings(), [0], tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("steps", [1, 9, 23, 40])
+def test_interrupted_and_resumed_equals_never_stopped(whole, tmp_path, steps):
     among = race(task())
-    folder = execute(among, Settings(), [0], tmp_path / "whole")
     with pytest.raises(Interrupted):
         execute(among, Settings(), [0], tmp_path / "parts", stopped=stop_after(steps))
     with pytest.raises(Interrupted):
         execute(among, Settings(), [0], tmp_path / "parts", stopped=stop_after(3))
     parts = execute(among, Settings(), [0], tmp_path / "parts")
-    assert losses(parts) == losses(folder)
+    assert losses(parts) == losses(whole)
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +17,23 @@ from natgrad.energies import TwoLayer
 from natgrad.energies.two_layer import gradients
 from natgrad.ground.spaces import Positive, Square, positive
 from natgrad_lab.experiments import PieceRun, execute, find, override
+from natgrad_lab.experiments.records import Folder
 from natgrad_lab.papers.karakida_2016 import runs, two_layer
 from natgrad_lab.papers.karakida_2016.page import count_degraded, draw_all, find_first_steps, find_mean_step
-from natgrad_lab.report import build
+from natgrad_lab.report import build, read_outcome
 
 SMALL = ["runs=2", "examples=60", "held_out=30", "descent_steps=6", "natural_steps=6", "tuned_steps=20", "batch=4"]
-SMALL += ["our_steps=6", "our_single=10", "dtype=float64"]
+SMALL += ["our_steps=6", "our_single=10", "dtype=float64", "processes=1"]
+STUDIES = runs.TABLE1, runs.FIGURE1, runs.GAP
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the records of every study, each in one of its name."""
+    root = tmp_path_factory.mktemp("studies")
+    for study in STUDIES:
+        execute(study, override(study.settings, SMALL), range(2), root / study.name)
+    return root
 
 
 def three(link: Positive | Square) -> dict[str, Tensor]:
@@ -160,25 +173,21 @@ def test_runs_end_when_all_have_stayed_for_as_long_again() -> None:
     assert runs.learn(PieceRun(settings), still, runs.place_looks(100, 20), 2)["steps"] == [0, 5, 10]
 
 
-@pytest.mark.parametrize("study", [runs.TABLE1, runs.FIGURE1, runs.GAP], ids=lambda study: study.name)
-def test_the_study_runs_and_its_page_tells(study, tmp_path) -> None:
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_the_study_runs_and_its_page_tells(study, studies) -> None:
     assert find(study.name) is study
-    settings = override(study.settings, SMALL)
-    folder = execute(study, settings, range(2), tmp_path / "runs")
-    outcome, page = build(folder.path)
+    outcome, page = build(studies / study.name)
     assert page.exists()
     assert outcome.missing == 0
     if study is runs.TABLE1:
         tables = [table for section in outcome.story.sections for table in section.tables]
         assert all(row[3].endswith("of 4") for table in tables[:2] for row in table.rows)
-    again = execute(study, settings, range(2), tmp_path / "runs")
-    assert again.path == folder.path
+    again = execute(study, override(study.settings, SMALL), range(2), studies / study.name)
+    assert again.path == studies / study.name
 
 
-def test_the_page_is_drawn_from_records_alone(tmp_path) -> None:
-    for study in (runs.TABLE1, runs.GAP):
-        execute(study, override(study.settings, SMALL), range(1), tmp_path / study.name)
-    lines = draw_all(tmp_path, tmp_path)
+def test_the_page_is_drawn_from_records_alone(studies, tmp_path) -> None:
+    lines = draw_all(studies, tmp_path)
     assert {path.stem for path in tmp_path.glob("*.png")} == {"karakida", "karakida_own"}
     assert any(line.startswith("| ANG, exact, 1/(t + 30), V = exp v |") for line in lines)
 
@@ -230,14 +239,12 @@ def test_the_mean_of_all_runs_waits_for_those_that_never_arrive() -> None:
     assert find_mean_step(numbers, -28.0) is None
 
 
-def test_a_part_is_told_too(tmp_path) -> None:
-    settings = override(runs.KarakidaSettings, SMALL)
-    folder = execute(runs.TABLE1, settings, range(1), tmp_path)
+def test_a_part_is_told_too(studies, tmp_path) -> None:
+    folder = Folder(shutil.copytree(studies / runs.TABLE1.name, tmp_path / "part"))
     for record in folder.records.glob("*.json"):
         if not record.name.startswith("sgd"):
             record.unlink()
-    outcome, _ = build(folder.path)
-    assert outcome.missing > 0
+    assert read_outcome(runs.TABLE1, folder).missing > 0
 
 
 def test_a_unit_that_pools_two_subspaces_is_counted_as_merged() -> None:

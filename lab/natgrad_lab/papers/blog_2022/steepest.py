@@ -24,7 +24,7 @@ START = (0.0, 1.0)  # slope and offset
 NATS = (1e-1, 1e-2, 1e-3, 1e-4)
 DRAWN = 0.02  # nats, of the ball in the picture
 REACH = 0.2  # Euclidean, of the steps whose gain is drawn
-ANGLES = 3601  # directions that are tried
+ANGLES = 721  # directions that are tried
 TITLE = (
     "Logistic regression with a slope and an offset, 40 inputs between 0 and 3: where the loss is least within reach"
 )
