@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import readings
-from models import Assembled, assert_close, build_seeded, draw
+from models import Assembled, assert_close, build_seeded, draw, pair
 from optim_models import CE, X, Y, count_hooks, flat, iterate, net
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -178,8 +178,9 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.unitwise, ng.online_ng])
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(
+    ("name", "recipe"), [*((name, ng.kfac) for name in ODD), *pair(ODD, [ng.unitwise, ng.online_ng])]
+)
 def test_odd_layers_are_trained_and_what_is_not_known_gets_its_diagonal(name: str, recipe: Callable[..., Any]):
     build, inputs, unknown = ODD[name]
     model = build_seeded(build)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import pair
 from optim_models import CE, flat, is_finite, train
 from saved_runs import load, save
 from spectral_points import draw_layers
@@ -53,9 +54,14 @@ def train_here(model: nn.Module, optimizer: Any, steps: int) -> None:
     train(optimizer, model, steps, x.to(next(model.parameters()).dtype), y)
 
 
-@pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_another_dtype_goes_on_with_what_is_remembered(name: str, before: torch.dtype, after: torch.dtype) -> None:
+MOVES = (torch.float32, torch.float64), (torch.float64, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "move"), [*pair(OPTIMIZERS, MOVES), *pair(["kfac", "hessian_free", "Dense"], MOVES[::-1])]
+)
+def test_another_dtype_goes_on_with_what_is_remembered(name: str, move: tuple[torch.dtype, torch.dtype]) -> None:
+    before, after = move
     model = build().to(before)
     optimizer = OPTIMIZERS[name](model)
     train_here(model, optimizer, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import blocks_of, state_of
-from models import F64, assert_close, build_seeded, draw
+from models import F64, assert_close, build_seeded, draw, pair
 from optim_models import CE, X, flat, net, train
 from torch import Tensor, nn
 
@@ -44,9 +44,11 @@ class PlainKronecker(ng.Kronecker):
     estimate: Any = ng.ExactLabels()
 
 
-@pytest.mark.parametrize("damping", DAMPINGS, ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("criterion", [CE, nn.MSELoss()], ids=lambda c: type(c).__name__)
+BOTH = [(CE, rule, damping) for rule in RULES for damping in DAMPINGS]
+BOTH += [(nn.MSELoss(), rule, damping) for rule, damping in pair(RULES, DAMPINGS)]
+
+
+@pytest.mark.parametrize(("criterion", "rule", "damping"), BOTH, ids=str)
 def test_both_flows_take_the_same_steps(criterion: nn.Module, rule: ng.Rule, damping: ng.Damping):
     """For one example a Kronecker block is the layer's metric itself, so that measured and promised forms agree."""
     x, y = draw(1, 4), torch.tensor([1]) if criterion is CE else draw(1, 3, seed=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, build_seeded, draw
+from models import assert_close, build_seeded, draw, pair
 from optim_models import (
     CE,
     Closure,
@@ -139,10 +139,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "searched": {"rule": ng.LineSearch()},
     "measured": {"rule": ng.rules.MeasuredLength()},
 }
-PAIRS = [(recipe, choice) for recipe in (ng.kfac, ng.unitwise, ng.hessian_free, ng.natgrad_cg) for choice in CHOICES]
-PAIRS += [
-    (recipe, choice) for recipe in (ng.ekfac, ng.diagonal, ng.online_ng, ng.tonga) for choice in ("default", "measured")
-]
+OTHERS = [ng.ekfac, ng.diagonal, ng.online_ng, ng.tonga, ng.unitwise]
+PAIRS = [(recipe, choice) for recipe in (ng.kfac, ng.hessian_free) for choice in CHOICES]
+PAIRS += [(ng.natgrad_cg, "judged"), *pair(OTHERS, ["default", "measured"])]
 
 
 @cache

@@ -21,6 +21,7 @@ from models import (
     draw,
     in_place,
     mlp,
+    pair,
 )
 from optim_models import (
     CE,
@@ -88,8 +89,10 @@ COMPILED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("attribute", [None, SimpleNamespace(width=3), torch.tanh, [{"a": 1}], random.Random(0)])
-@pytest.mark.parametrize("way", COMPILED)
+ATTRIBUTES = [None, SimpleNamespace(width=3), torch.tanh, [{"a": 1}], random.Random(0)]
+
+
+@pytest.mark.parametrize(("way", "attribute"), [*pair(COMPILED, ATTRIBUTES), ("a function", None)])
 def test_a_compiled_model_takes_the_same_step(way: str, attribute: Any) -> None:
     """Calls go through the model that the optimizer knows, whatever else it holds."""
     expected, model = move_copy(net(), CE, X, Y), net()

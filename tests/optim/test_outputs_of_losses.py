@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from models import F64, Assembled, assert_close, build_seeded, draw, mlp
+from models import F64, Assembled, assert_close, build_seeded, draw, mlp, pair
 from optim_models import FREE_RECIPES, LOOKING, Closure, flat, is_finite
 from torch import Tensor, nn
 
@@ -66,13 +66,6 @@ NONLINEAR: dict[str, Case] = {
     "rates": (lambda m: (0.5 * m(X)).exp(), MSE, draw(8, 3, seed=5).abs()),
 }
 CASES = AFFINE | NONLINEAR
-
-
-def pair(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, str]]:
-    """Every name and every other at least once, in turn; the whole product is minutes of the same facts."""
-    names, others = list(names), list(others)
-    count = max(len(names), len(others))
-    return [(names[i % len(names)], others[i % len(others)]) for i in range(count)]
 
 
 def net() -> nn.Module:

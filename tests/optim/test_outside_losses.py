@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Assembled, draw, mlp
+from models import Assembled, draw, mlp, pair
 from optim_models import BLOCK_RECIPES, CE, LOOKING, Closure, collect_warnings, flat
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -63,8 +63,9 @@ def train(opt: Any, model: nn.Module, whole: Callable[..., Tensor], steps: int) 
 
 
 @pytest.mark.filterwarnings("ignore:a large part of the gradient")
-@pytest.mark.parametrize("rate", [0.03, 1.0])
-@pytest.mark.parametrize("recipe", BLOCK_RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "rate"), [*((recipe, 1.0) for recipe in BLOCK_RECIPES), (ng.kfac, 0.03), (ng.online_ng, 0.03)]
+)
 def test_every_structure_is_bounded_at_every_rate(recipe, rate):
     model = build_vae()
     losses = torch.tensor(train(recipe(model, nn.BCEWithLogitsLoss(), lr=rate), model, divergence, 60))
@@ -128,8 +129,9 @@ ALONE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "reduction"), [*((name, "mean") for name in ALONE), ("one loss", "sum"), ("micro-batches", "sum")]
+)
 def test_where_all_goes_through_the_loss_no_step_changes(name, reduction, monkeypatch):
     ends = []
     for deaf in (False, True):
@@ -199,9 +201,11 @@ def train_judged(
     return opt, values
 
 
-@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
-@pytest.mark.parametrize("recipe", LOOKING)
-def test_what_a_closure_returns_is_what_falls(recipe: str, penalty: Any):
+@pytest.mark.parametrize(
+    ("recipe", "name"), [*pair(LOOKING, PENALTIES), *(("hessian_free", name) for name in list(PENALTIES)[1:])]
+)
+def test_what_a_closure_returns_is_what_falls(recipe: str, name: str):
+    penalty = PENALTIES[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*did not come from")  # where the metric is told of it
         opt, values = train_judged(recipe, penalty, closed=True)
@@ -211,7 +215,7 @@ def test_what_a_closure_returns_is_what_falls(recipe: str, penalty: Any):
         assert opt.state_report().loss == pytest.approx(values[-1])
 
 
-@pytest.mark.parametrize(("recipe", "penalty"), [(r, list(PENALTIES.values())[i % 3]) for i, r in enumerate(LOOKING)])
+@pytest.mark.parametrize(("recipe", "penalty"), pair(LOOKING, PENALTIES.values()))
 def test_a_penalty_beside_the_loss_is_named_and_held(recipe: str, penalty: Any):
     with pytest.warns(UserWarning, match=OUTSIDE):
         _, values = train_judged(recipe, penalty, closed=False)

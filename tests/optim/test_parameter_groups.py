@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from models import assert_close
+from models import assert_close, cross
 from optim_models import (
     BLOCK_RECIPES,
     CE,
@@ -66,8 +67,10 @@ def parts(model: nn.Module) -> dict[str, nn.Module]:
     return {"body": model.get_submodule("0"), "head": model.get_submodule("2")}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", RECIPES)
+FIRST = ng.kfac, ng.hessian_free
+
+
+@pytest.mark.parametrize(("recipe", "way"), cross(FIRST, [r for r in RECIPES if r not in FIRST], WAYS))
 def test_every_way_of_giving_all_parameters_takes_the_same_steps(recipe: Any, way: str):
     twin = net()
     train(twin, recipe(twin, CE, params=WAYS[way](twin)))
@@ -82,8 +85,9 @@ def train_without_params(recipe: Any) -> torch.Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("part", ["body", "head"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "part"), [*((r, "body") for r in RECIPES), *((r, "head") for r in (*FIRST, ng.online_ng))]
+)
 def test_a_part_is_trained_beside_another_optimizer_on_the_rest(recipe: Any, part: str):
     model = net()
     own, other = parts(model)[part], parts(model)[{"body": "head", "head": "body"}[part]]
@@ -152,11 +156,13 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("way", ["hook", "after backward"])
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal, ng.hessian_free, ng.natgrad_cg])
-def test_entries_that_a_mask_freezes_stay_or_are_named(recipe: Any, way: str, mask: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    cross(FIRST, [ng.ekfac, ng.diagonal, ng.natgrad_cg], product(["hook", "after backward"], MASKS)),
+)
+def test_entries_that_a_mask_freezes_stay_or_are_named(recipe: Any, how: tuple[str, str]) -> None:
     """Adam leaves them; a metric that ties them to others moves them, and says so."""
+    way, mask = how
     model, hold = net(), MASKS[mask]
     weight = model.get_submodule("2").weight
     if way == "hook":
@@ -205,11 +211,13 @@ def loss_of(model: nn.Module) -> float:
     return float(CE(model(X), Y))
 
 
-@every
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("step", [step_by_hand, iterate])
-def test_training_goes_on_with_what_an_optimizer_built_now_would_give(recipe, change, step):
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    cross(FIRST, [r for r in CHANGED if r not in FIRST], product(CHANGES, [step_by_hand, iterate])),
+)
+def test_training_goes_on_with_what_an_optimizer_built_now_would_give(recipe, how):
     """Entries that were cut do not move."""
+    change, step = how
     model = net()
     opt = recipe(model, CE)
     step(opt, model)

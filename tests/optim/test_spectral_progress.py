@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fuzz_nets import Net, nets
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis.strategies import sampled_from
 from models import Assembled, build_seeded, draw
 from optim_models import flat, flat_gradient, train_batches
 from spectral_points import describe_fit, draw_layers, join_bias, make_point, polar_by_svd
@@ -349,9 +350,7 @@ def train(net: Net, recipe: Any, separates: bool) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac])
-@given(net=nets())
-@settings(deadline=None)
+@given(net=nets(), recipe=sampled_from([ng.kfac, ng.ekfac]))
 def test_inputs_alone_give_the_steps_of_all_statistics(recipe: Any, net: Net) -> None:
     model, opt = train(net, recipe, separates=True)
     other, _ = train(net, recipe, separates=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Assembled, Sequence, draw, mlp
+from models import Assembled, Sequence, cross, draw, mlp
 from optim_models import BLOCK_RECIPES, X, Y, net, train
 from torch import Tensor, nn
 
@@ -122,7 +122,10 @@ def test_the_measure_is_the_definition():
 OPEN = {("diagonal", "coins"), ("unitwise", "classes"), ("unitwise", "coins"), ("tonga", "coins")}
 
 
-@pytest.mark.parametrize(("name", "case"), [(n, c) for n in RECIPES for c in CASES if (n, c) not in OPEN])
+SHOWN = [(name, case) for name, case in cross(["kfac"], [n for n in RECIPES if n != "kfac"], CASES)]
+
+
+@pytest.mark.parametrize(("name", "case"), [pair for pair in SHOWN if pair not in OPEN])
 def test_no_step_moves_far_by_default(name: str, case: str) -> None:
     limit = {"classes": 1.0, "images": 1.0, "tokens": 1.0, "values": 2.0, "coins": 4.0}[case]
     assert float(nats_of_steps(RECIPES[name], case, 0, 12).max()) < limit

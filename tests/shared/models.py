@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,6 +35,20 @@ def assert_close(found: Tensor, expected: Tensor, rtol: float = 1e-12, scale: Te
     allowed = rtol * float(expected.abs().max() if scale is None else scale)
     error = float((found - expected).detach().abs().max()) if expected.numel() else 0.0
     assert error <= allowed + 1e-300, f"off by {error:.3g}, allowed {allowed:.3g}"
+
+
+def pair(names: Iterable[Any], others: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Every name and every other at least once, in turn; the whole product is minutes of the same facts."""
+    names, others = list(names), list(others)
+    count = max(len(names), len(others))
+    return [(names[i % len(names)], others[i % len(others)]) for i in range(count)]
+
+
+def cross(whole: Iterable[Any], rest: Iterable[Any], cases: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each of `whole` with every case. The rest, whose way through the code is theirs, have two cases each, in turn."""
+    cases = list(cases)
+    some = [(each, cases[(2 * i + k) % len(cases)]) for i, each in enumerate(rest) for k in range(2)]
+    return [(each, case) for each in whole for case in cases] + some
 
 
 def build_seeded(build: Callable[[], nn.Module]) -> nn.Module:
