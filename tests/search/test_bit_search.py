@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from black_boxes import list_discrete
+from models import cross, pair
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -135,14 +136,14 @@ def test_a_search_goes_on_bit_for_bit_in_every_phase(cut: int):
 # Starting again.
 
 
+WAYS = 3, "IPOP", "BIPOP"
 RESTARTED = {
     **list_discrete(8, seed=1, popsize=10),
     "gaussian": lambda: ng.GaussianSearch([0.1] * 8, 0.1, seed=1, popsize=10, bounds=(0, 1), integers=range(8)),
 }
 
 
-@pytest.mark.parametrize("restarts", [3, "IPOP", "BIPOP"])
-@pytest.mark.parametrize("name", RESTARTED)
+@pytest.mark.parametrize(("name", "restarts"), cross(["gaussian"], [], WAYS) + pair(RESTARTED, WAYS))
 def test_a_given_search_starts_again_with_another_population(name: str, restarts, tmp_path):
     def flat(X: Tensor) -> Tensor:  # every run ends soon
         return torch.zeros(len(X))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import pair
 from torch import Tensor
 
 import natgrad as ng
@@ -55,8 +56,7 @@ def test_a_hidden_prefix_is_found(kind: str, seed: int):
     assert result.fun == -40
 
 
-@pytest.mark.parametrize("empty", [math.nan, 1e10])
-@pytest.mark.parametrize("kind", SEARCHES)
+@pytest.mark.parametrize(("kind", "empty"), pair(SEARCHES, [math.nan, 1e10]))
 def test_draws_without_a_value_end_no_search(kind: str, empty: float):
     """Within 5 % of a (1+1)-EA that walks freely where nothing has a value."""
     found, alone = list[float](), list[float]()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from layer_blocks import assert_units, operator_of, place
-from models import CASES, F64, X3, assert_close, draw
+from models import CASES, F64, X3, assert_close, cross, draw
 from optim_models import CE, X, Y, net
 from torch import Tensor, nn
 
@@ -36,9 +36,16 @@ SEPARATE = [name for name, case in CASES.items() if name != "batch norm, trainin
 def test_structures_pass_the_public_checks(structure: ng.Structure):
     model = net()
     check_structure(structure, ng.fisher(model, ng.Categorical()), ng.trainable(model), draw(5, 3))
-    for name in ("sequence", "tied", "behind a layer's back", "conv2d", "batch norm, training"):
-        operator = operator_of(structure, name)[0]
-        check_operator(operator.shift(0.1 * float(operator.mean_eigenvalue())), rtol=1e-9)
+
+
+NETS = "sequence", "tied", "behind a layer's back", "conv2d", "batch norm, training"
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("structure", "name"), cross(STRUCTURES[:1], STRUCTURES[1:], NETS), ids=repr)
+def test_their_operators_pass_the_public_checks(structure: ng.Structure, name: str):
+    operator = operator_of(structure, name)[0]
+    check_operator(operator.shift(0.1 * float(operator.mean_eigenvalue())), rtol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

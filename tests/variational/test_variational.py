@@ -105,7 +105,7 @@ def mixture(z: Tensor) -> Tensor:
     return modes.logsumexp(0) - d
 
 
-@pytest.mark.parametrize("lr", [0.1, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("lr", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("target", [mixture, quartic, "regression"])
 def test_no_rate_leaves_the_cone(lr, diagonal, target):

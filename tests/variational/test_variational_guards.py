@@ -106,7 +106,7 @@ def test_a_projected_hinge_is_the_hinge_written_out(diagonal):
     assert float((q[0].covariance.diagonal() / q[1].covariance.diagonal()).log().abs().max()) < 0.2
 
 
-@pytest.mark.parametrize("correlation", [0.5, 0.9, 0.999])
+@pytest.mark.parametrize("correlation", [0.5, 0.999])
 @pytest.mark.parametrize("lr", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("d", [2, 8])
 def test_a_diagonal_q_of_correlated_variables_does_not_run_away(correlation, lr, d):
@@ -120,7 +120,7 @@ def test_a_diagonal_q_of_correlated_variables_does_not_run_away(correlation, lr,
     assert distance[-1] < 0.3 * distance[0]
 
 
-@pytest.mark.parametrize("lr", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("lr", [0.05, 1.0])
 def test_a_diagonal_q_of_a_network_fits_a_regression(lr):
     """13 correlated inputs, 50 hidden units, batches: the mean ran away by 1e4 deviations without a guard."""
     generator = torch.Generator().manual_seed(0)
