@@ -349,7 +349,8 @@ def tell_bounds(steps: Steps) -> Iterator[str]:
         lr = show(steps.settings["lr"])
         yield f"Steps were taken in full: lr (now {lr}) and the damping set their length, and no bound shortened them."
     if unmoved := steps.count_unmoved():
-        none = [name for name, factor in steps.last.cuts.items() if factor == math.inf]
+        cuts = steps.last.cuts.items()
+        none = [name for name, factor in cuts if name.endswith("kl_share") and not math.isfinite(factor)]
         why = ": at every length that the rule tried the loss was higher" * steps.rule.needs_loss
         why = f": {none[0]} is a share of the loss, and of a loss of {show(steps.last.loss)} is none" if none else why
         yield f"{unmoved} of {count} steps changed no parameter{why}."

@@ -223,16 +223,17 @@ def test_nothing_is_advised_against_noise_where_the_loss_falls(steps: int):
     assert "Try:" not in opt.explain()
 
 
-def test_steps_that_a_share_of_no_loss_bounds_are_told():
+@pytest.mark.parametrize("rule", [SpectralDescent(), NoiseAware()])
+def test_steps_that_a_share_of_no_loss_bounds_are_told(rule: Any):
     """In single precision the loss of labels that are fitted ends at zero, and so do steps."""
     torch.manual_seed(0)
     model, rows = nn.Linear(6, 3), torch.Generator().manual_seed(0)
-    opt = ng.kfac(model, CE, rule=SpectralDescent())
+    opt = ng.kfac(model, CE, rule=rule)
     with torch.no_grad():
         model.bias.copy_(torch.tensor([40.0, 0, 0]))
     for _ in range(KEPT):
         train_batches(opt, model, [(torch.randn(8, 6, generator=rows), torch.zeros(8, dtype=torch.long))])
-    assert "changed no parameter" in opt.explain()
+    assert "changed no parameter: kl_share is a share of the loss, and of a loss of 0 is none" in opt.explain()
     assert "Try:" not in opt.explain()
 
 
