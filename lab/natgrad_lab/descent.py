@@ -89,6 +89,7 @@ class Numbers(ast.NodeTransformer):
     """Numbers as tensors: 1 / 0 is infinite, 9^9^9 too and at once, and functions take them."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        """number(node), which `read_function` has in its scope."""
         return ast.Call(ast.Name("number", ast.Load()), [node], [])
 
 
