@@ -133,7 +133,9 @@ def train_falling(recipe: Any, model: nn.Module, criterion: Any, targets: Tensor
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize(
-    ("recipe", "criterion"), cross([ng.kfac], [ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng], LOSSES), ids=str
+    ("recipe", "criterion"),
+    cross([ng.kfac], [ng.ekfac, ng.unitwise, ng.diagonal, ng.online_ng], LOSSES),
+    ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_errors_and_divergences_fall_under_every_recipe(recipe: Any, criterion: nn.Module):
     distils = isinstance(criterion, nn.KLDivLoss)
