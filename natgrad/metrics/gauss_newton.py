@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.ground.messages import explain_calls
-from natgrad.ground.pure import Model, RandomState, Select, check_select
+from natgrad.ground.pure import Model, PureModel, RandomState, Select, check_select
 from natgrad.ground.spaces import Params
 from natgrad.metrics.base import Metric, PullbackMetric, build_pure_model, explain_at, split_targets
 from natgrad.operators import Form, Linearization
@@ -154,20 +154,32 @@ class Hessian(Metric):
                 "optimizer.loss(outputs, targets), or use ng.fisher, which needs none"
             )
         pure = build_pure_model(self.model, params, data, random)
-        nats: list[float] = []
+        loss = LossOfParams(pure, self.outputs, self.criterion, targets)
+        curvature = Curvature(loss, params, self.model)
+        return curvature.declare(nats=loss.nats)
 
-        def value(point: Params) -> Tensor:
-            outputs = pure(point) if self.outputs is None else self.outputs(pure(point))
-            nats.append(self.criterion.nats(outputs))
-            return self.criterion.value(outputs, targets) / self.criterion.scale(outputs, targets)
 
-        return Curvature(value, params, self.model).declare(nats=nats[0])
+@dataclass
+class LossOfParams:
+    """The mean loss as a function of the parameters."""
+
+    pure: PureModel  # params -> what the model returns
+    select: Select | None  # of that, what the loss is of
+    criterion: Criterion
+    targets: Any
+    nats: float = 1.0  # per example in one unit of the loss, from the last value on
+
+    def __call__(self, point: Params) -> Tensor:
+        outputs = self.pure(point) if self.select is None else self.select(self.pure(point))
+        self.nats = self.criterion.nats(outputs)
+        return self.criterion.value(outputs, self.targets) / self.criterion.scale(outputs, self.targets)
 
 
 class LossHessian:
     """H v of a scalar loss at given outputs, from one gradient graph that is kept."""
 
     def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
+        self.loss, self.targets = loss, targets
         with torch.enable_grad():
             self.point = outputs.detach().requires_grad_()
             value = loss(self.point, targets)
@@ -175,6 +187,10 @@ class LossHessian:
                 came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"loss returned {came}, expected a scalar tensor, the mean over the batch")
             (self.gradient,) = torch.autograd.grad(value, self.point, create_graph=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has a graph of its own: a tensor's does not go with it."""
+        return type(self), (self.loss, self.point.detach(), self.targets)
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         """H t: (R, m) -> (R, m)."""

@@ -130,7 +130,17 @@ class ObservedInformation(Information):
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
         pure = PureModel(self.likelihood.log_p, rows, random)
-        return Curvature(lambda point: -pure(point).mean(), params)
+        return Curvature(MinusMean(pure), params)
+
+
+@dataclass(frozen=True)
+class MinusMean:
+    """Minus the mean of a function of the parameters."""
+
+    function: Callable[[Params], Tensor]
+
+    def __call__(self, point: Params) -> Tensor:
+        return -self.function(point).mean()
 
 
 # The function of a user's

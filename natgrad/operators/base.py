@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -147,8 +146,8 @@ class Operator(ABC):
         Args:
             facts: Fields of `Facts` by name; the others stay as they are.
         """
-        other = copy.copy(self)
-        other.facts = replace(self.facts, **facts)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), facts=replace(self.facts, **facts))
         return other
 
     def pack(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Curvature(Operator):
     facts = Facts(indefinite=True)
 
     def __init__(self, function: Callable[[Params], Tensor], params: Params, model: object = None) -> None:
-        self.space = Space(params)
+        self.space, self.function, self.model = Space(params), function, model
         self.size, self.dtype, self.device = self.space.size, self.space.dtype, self.space.device
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         with torch.enable_grad(), exact_derivatives():
@@ -58,6 +59,11 @@ class Curvature(Operator):
         # a parameter in which f is linear has a gradient without a graph
         self.curved = {name: g for name, g in zip(self.leaves, gradients, strict=True) if g.requires_grad}
         self.gradient = self.space.flatten({n: g.detach() for n, g in zip(self.leaves, gradients, strict=True)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has a graph of its own: a tensor's does not go with it."""
+        point = {name: leaf.detach() for name, leaf in self.leaves.items()}
+        return type(self), (self.function, point, self.model), {"facts": self.facts}
 
     def mv(self, vector: Tensor) -> Tensor:
         self.space.check(vector)

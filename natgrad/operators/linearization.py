@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -117,6 +117,11 @@ class Linearization:
 
     def __repr__(self) -> str:
         return write_choices(self, size=self.space.size, outputs=tuple(self.outputs.shape), products=self.products)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has a graph of its own: a tensor's does not go with it."""
+        build = partial(type(self), recorded=self.recording is not None)
+        return build, (self.function, self._point(), self.linearise_after)
 
     @property
     def origin(self) -> OutputMap | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
 from functools import partial
 from typing import Any
 
@@ -348,3 +350,42 @@ def test_covariance_is_a_sound_operator_and_metric(centred):
     metric = ng.covariance(model, nn.CrossEntropyLoss(), centred=centred)
     check_operator(metric.at(ng.trainable(model), (x, t)))
     check_metric(metric, ng.trainable(model), (x, t))
+
+
+def mean_cosh(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that is no likelihood."""
+    return (outputs - targets).cosh().mean()
+
+
+Y3 = torch.arange(len(X3)) % 3
+
+COPIED: dict[str, tuple[Any, Any]] = {
+    "Fisher": (fisher(mlp(3, 4, 3), nn.CrossEntropyLoss()), X3),
+    "Fisher, dropout": (fisher(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double(), ng.Gaussian()), X3),
+    "sampled Fisher": (sampled_fisher(mlp(3, 4, 3), nn.CrossEntropyLoss()), X3),
+    "empirical Fisher": (empirical_fisher(mlp(3, 4, 3), nn.CrossEntropyLoss()), (X3, Y3)),
+    "Hessian": (ng.hessian(mlp(3, 4, 3), nn.CrossEntropyLoss()), (X3, Y3)),
+    "Hessian of a plain loss": (ng.hessian(mlp(3, 4, 2), mean_cosh), (X3, draw(len(X3), 2))),
+    "Gauss-Newton of a plain loss": (gauss_newton(mlp(3, 4, 2), mean_cosh), (X3, draw(len(X3), 2))),
+}
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda operator: pickle.loads(pickle.dumps(operator))])
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_of_a_metric_at_a_point_gives_the_same_products(name: str, copy_of: Any) -> None:
+    """Copies have graphs of their own: autograd's is neither copied nor pickled with a tensor."""
+    metric, data = COPIED[name]
+    params = trainable(metric.model)
+    for used in (False, True):
+        operator = metric.at(params, data)
+        vector = draw(operator.size)
+        if used:
+            operator @ vector
+        twin = copy_of(operator)
+        assert twin.nats == operator.nats
+        torch.testing.assert_close(twin @ vector, operator @ vector, rtol=0, atol=0)
+        torch.testing.assert_close(twin.diagonal(), operator.diagonal(), rtol=0, atol=0)
+        if hasattr(operator, "linearization"):  # backward first
+            fresh, known = copy_of(operator).linearization, operator.linearization
+            weights = draw(*fresh.outputs.shape)
+            torch.testing.assert_close(fresh.vjp(weights), known.vjp(weights), rtol=0, atol=0)
