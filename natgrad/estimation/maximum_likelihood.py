@@ -124,9 +124,9 @@ def maximize_likelihood(
     while status is None and ascent.steps < max_steps:
         status = ascent.step(bound)
     status = ascent.judge(status or "max_steps")
-    kept = copy_tensors(data)  # standard errors are those of these rows, whatever is written over them later
+    rows = copy_tensors(data)  # standard errors are those of these rows, whatever is written over them later
     result = MaximumLikelihood(
-        ascent.estimate, status, ascent.steps, ascent.distance, ascent.value * ascent.count, chosen, kept
+        ascent.estimate, status, ascent.steps, ascent.distance, ascent.value * ascent.count, chosen, rows
     )
     if status in ADVICE:
         warnings.warn(f"{result}: {ADVICE[status]}", stacklevel=4)

@@ -378,8 +378,8 @@ def came_empty(state: Any, saved: Any) -> bool:
     """Whether a mapping that was not empty is so now, or all in it."""
     if not is_mapping(state) or not is_mapping(saved):
         return False
-    whole = not state or state.keys() == saved.keys()  # else a part was lost
-    return whole and all(value == {} for value in state.values()) and any(value != {} for value in saved.values())
+    complete = not state or state.keys() == saved.keys()  # else a part was lost
+    return complete and all(value == {} for value in state.values()) and any(value != {} for value in saved.values())
 
 
 def require(where: str, state: Any, template: Mapping[str, Any]) -> None:

@@ -434,9 +434,9 @@ class Processes:
         """
         if self.size == 1:
             return rows
-        told = self.share_numbers([len(rows), DTYPES.index(rows.dtype)], rows.device)
-        counts = [int(count) for count, _ in told]
-        dtype = functools.reduce(torch.promote_types, (DTYPES[int(place)] for _, place in told))
+        shapes = self.share_numbers([len(rows), DTYPES.index(rows.dtype)], rows.device)
+        counts = [int(count) for count, _ in shapes]
+        dtype = functools.reduce(torch.promote_types, (DTYPES[int(place)] for _, place in shapes))
         table = rows.new_zeros((sum(counts), *rows.shape[1:]), dtype=dtype)
         start = sum(counts[: self.rank])
         table[start : start + len(rows)] = rows
