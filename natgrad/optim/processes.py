@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, cast
 
 import torch
@@ -655,7 +656,7 @@ class Roll:
     refused: set[str]  # layers that did not explain the gradients of some process
     tokens: set[str]  # matrices that some process looked rows up in, and did nothing else with
     # how many passes a matrix had where it was used most, of those that were used more than once
-    parts: Mapping[str, int]
+    parts: dict[str, int]
 
 
 def call_roll(
@@ -669,35 +670,38 @@ def call_roll(
 ) -> Roll:
     """Agree on one pass. heard: this process's layers, and whether they explained its gradients; None: it failed."""
     known: Mapping[str, bool] = {} if heard is None else heard
-    tokens, parts = (
-        {layer.key for layer in passes if layer.by_token},
-        {layer.key: len(layer.split_parts()) for layer in passes},
-    )
-    positions = {layer.key: round(layer.positions) for layer in passes}
-    entries: list[int] = [heard is None, *(rows if known.get(key) else 0 for key in layers)]
-    entries += [known.get(key) is False for key in layers]
-    entries += [key in tokens for key in layers]
-    entries += [parts.get(key, 1) > 1 for key in layers]
-    entries += [positions.get(key, 0) if known.get(key) else 0 for key in layers]
-    entries += [rows if name in squares else 0 for name in names]
-    failed, *counts = entries
+    passed = {seen.key: seen for seen in passes}
+    entries: list[int] = [heard is None]
+    for key in layers:
+        seen, explains = passed.get(key), known.get(key)
+        counted = (rows, 0 if seen is None else round(seen.positions)) if explains else (0, 0)
+        entries += [*counted, explains is False]
+        entries += [False, False] if seen is None else [seen.by_token, len(seen.split_parts()) > 1]
+    for name in names:
+        entries.append(rows if name in squares else 0)
     if processes.size > 1:
-        failed, *counts = list_numbers(
-            processes.sum(torch.tensor([int(entry) for entry in entries], device=processes.device))
-        )
-    size = len(layers)
-    used, refused, looked, mixed, seen = (counts[i * size : (i + 1) * size] for i in range(5))
-    several = [key for key, count in zip(layers, mixed, strict=True) if count]
-    tables = processes.share_numbers([parts.get(key, 1) for key in several], processes.device) if several else []
-    return Roll(
-        bool(failed),
-        {key: count for key, count in zip(layers, used, strict=True) if count},
-        dict(zip(layers, seen, strict=True)),
-        {name: count for name, count in zip(names, counts[5 * size :], strict=True) if count},
-        {key for key, count in zip(layers, refused, strict=True) if count},
-        {key for key, count in zip(layers, looked, strict=True) if count},
-        {key: int(max(counts)) for key, *counts in zip(several, *tables, strict=True)},
-    )
+        table = torch.tensor([int(entry) for entry in entries], device=processes.device)
+        entries = list_numbers(processes.sum(table))
+    numbers, several = iter(entries), list[str]()
+    roll = Roll(bool(next(numbers)), {}, {}, {}, set(), set(), {})
+    for key in layers:
+        used, roll.positions[key], refused, looked, mixed = islice(numbers, 5)
+        if used:
+            roll.layers[key] = used
+        if refused:
+            roll.refused.add(key)
+        if looked:
+            roll.tokens.add(key)
+        if mixed:
+            several.append(key)
+    for name, count in zip(names, numbers, strict=True):
+        if count:
+            roll.names[name] = count
+    if several:
+        own = [len(passed[key].split_parts()) if key in passed else 1 for key in several]
+        tables = processes.share_numbers(own, processes.device)
+        roll.parts.update({key: int(max(counts)) for key, *counts in zip(several, *tables, strict=True)})
+    return roll
 
 
 # Statistics on their way: messages of many blocks

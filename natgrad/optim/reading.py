@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -76,12 +76,6 @@ class Reading:
     def weight(self) -> float:
         """What a row's derivatives weigh beside those of another process, whose mean is over other rows."""
         return 1.0 if self.span is None or not self.rows else self.span.share / self.rows
-
-
-def sum_scores(watched: Iterable[str], slopes: Sequence[Tensor | None], known: Container[str]) -> dict[str, Tensor]:
-    """The scores of one cotangent by name, dense, of the parameters without a layer."""
-    pairs = zip(watched, slopes, strict=True)
-    return {name: slope.to_dense() for name, slope in pairs if slope is not None and name in known}
 
 
 @dataclass(frozen=True)
@@ -327,7 +321,8 @@ class Reader:
             layers = collect_inputs(calls)
             self._line_up(len(rows), 0)
             return Reading(Heard(layers), len(rows)), {seen.key: True for seen in layers}
-        asking = self._asks()
+        asking, self.unsure = is_asking(self.readings) or self.unsure, False  # all layers are judged, trusted ones too
+        self.readings += 1
         self.silent = self.processes.size > 1 and loss.rows == 0
         if self.silent and not len(rows):  # an empty batch adds nothing to the others' sums
             self._go_backward(rows)
@@ -417,21 +412,18 @@ class Reader:
         """The statistics' own cotangents, and those for measurements: the others, or all where there are no others."""
         measuring = slice(own if own < len(passed.cotangents) else 0, None)
         measured = [part.only(measuring) for seen in heard.layers for part in seen.split_parts() if not part.pooled]
-        scores = tuple(sum_scores(passed.gradients, slope, heard.squares) for slope in slopes[measuring])
+        scores = list[dict[str, Tensor]]()  # of the parameters without a layer, dense, a dict for each cotangent
+        for each in slopes[measuring]:
+            known = {name: slope for name, slope in zip(passed.gradients, each, strict=True) if name in heard.squares}
+            scores.append({name: slope.to_dense() for name, slope in known.items() if slope is not None})
         heard = replace(heard, layers=[seen.only(slice(own)) for seen in heard.layers])
-        return Reading(heard, len(passed.outputs), measured, scores)
+        return Reading(heard, len(passed.outputs), measured, tuple(scores))
 
     def _products(self, rows: Tensor) -> list[Tap]:
         """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
         wanted: list[Traced] = [layer for layer in self.layers.matrices if not self._refuses(layer)]
         wanted += [layer for layer in self.layers.spare if self._trusts(layer)]
         return [*find_products(rows, wanted, self.leaves)]
-
-    def _asks(self) -> bool:
-        """Whether this reading judges all layers, those that are trusted too."""
-        asking, self.unsure = is_asking(self.readings) or self.unsure, False
-        self.readings += 1
-        return asking
 
     def _place_calls(
         self, criterion: Criterion, outputs: Any, rows: Tensor, calls: list[Tap], recall: Recall
@@ -493,26 +485,22 @@ class Reader:
             return None
         self.refused |= {claim for key in roll.refused for claim in layers[key].claims}
         self.trusted -= self.refused
-        shared_layers = {key: layers[key] for key in roll.layers if key not in roll.refused}
-        held = {name for layer in shared_layers.values() for name in layer.layout.names}
-        self.trusted |= {claim for layer in shared_layers.values() for claim in layer.claims}
-        seen, cotangents = {part.key: part for part in own.layers}, span.cotangents
-        passed = [
-            seen[key]
-            if key in seen
-            else make_empty_pass(layer, cotangents, self._like(layer.layout.names[0]), key in roll.tokens)
-            for key, layer in shared_layers.items()
-        ]
-        passed = [
-            match_parts(part, roll.parts.get(part.key, 1), cotangents, self._like(part.layer.layout.names[0]))
-            for part in passed
-        ]
-        names = [name for name in roll.names if name not in held]
-        squares = {name: own.squares[name] if name in own.squares else self._zeros(name) for name in names}
-        measured = [part for part in own.apart if part.key in shared_layers]
-        heard = replace(own.heard, layers=passed, squares=squares)
-        own_part = span if self.processes.size > 1 else None
-        return Reading(heard, own.rows, measured, own.scores, roll.layers | roll.names, roll.positions, own_part)
+        seen, passed = {part.key: part for part in own.layers}, dict[str, Seen]()
+        for key, layer in layers.items():
+            if key not in roll.layers or key in roll.refused:
+                continue
+            like = self._like(layer.layout.names[0])
+            part = seen[key] if key in seen else make_empty_pass(layer, span.cotangents, like, key in roll.tokens)
+            passed[key] = match_parts(part, roll.parts.get(key, 1), span.cotangents, like)
+            self.trusted |= set(layer.claims)
+        held, squares = {name for key in passed for name in layers[key].layout.names}, dict[str, Tensor]()
+        for name in roll.names:
+            if name not in held:
+                squares[name] = own.squares[name] if name in own.squares else self._zeros(name)
+        measured = [part for part in own.apart if part.key in passed]
+        heard = replace(own.heard, layers=list(passed.values()), squares=squares)
+        weights, own_part = {**roll.layers, **roll.names}, span if self.processes.size > 1 else None
+        return Reading(heard, own.rows, measured, own.scores, weights, roll.positions, own_part)
 
     @property
     def _device(self) -> torch.device:
