@@ -1,7 +1,7 @@
 """The look of all figures, and how they are kept.
 
-A figure is drawn once and saved three times: PNG and SVG files on white, and an SVG for the page whose colours are CSS
-variables, so that it follows the page into the dark. Colours other than INK, GRID and PALETTE stay as they are.
+A figure is drawn once and saved twice: as a PNG and as an SVG file, both on white. The page has the same SVG with CSS
+variables for its colours, so that it follows the page into the dark. Colours other than INK, GRID and PALETTE stay.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def draw(fill: Callable[[Figure], None], size: tuple[float, float]) -> Figure:
         FigureCanvasAgg(figure)
         fill(figure)
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # laid out once: else each of the three savings does it again
+        figure.set_layout_engine(None)  # laid out once: with any engine, "none" too, each saving draws twice
         return figure
 
 
@@ -153,11 +153,16 @@ def draw_images(axes: Axes, images: np.ndarray, columns: int) -> None:
         spine.set_visible(False)
 
 
-def save(figure: Figure, stem: Path) -> None:
-    """Write stem.png and stem.svg."""
-    with mpl.rc_context(STYLE):
+def save(figure: Figure, stem: Path) -> str:
+    """Write stem.png and stem.svg; the text of an SVG without a ground, for `inline`."""
+    buffer = io.StringIO()
+    with mpl.rc_context({**STYLE, "svg.hashsalt": stem.name}):
         figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
-    stem.with_suffix(".svg").write_text(_svg(figure, stem.name, transparent=False))
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    ground = r'\g<0><rect width="100%" height="100%" fill="white"/>'
+    stem.with_suffix(".svg").write_text(re.sub(r"<svg [^>]*>", ground, text, count=1))
+    return text
 
 
 def save_picture(fill: Callable[[Figure], None], size: tuple[float, float], stem: Path, title: str = "") -> None:
@@ -173,22 +178,14 @@ def save_picture(fill: Callable[[Figure], None], size: tuple[float, float], stem
         figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
 
 
-def inline(figure: Figure, name: str, title: str) -> str:
-    """The figure as an <svg> element in the page's colours."""
-    text = _svg(figure, name, transparent=True)
+def inline(text: str, name: str, title: str) -> str:
+    """What `save` gave of a figure, as an <svg> element in the page's colours."""
     text = text[text.index("<svg") :]
     for colour, variable in ((INK, "--ink"), (GRID, "--rule"), *((c, f"--c{i}") for i, c in enumerate(PALETTE))):
         text = text.replace(colour, f"var({variable})")
     text = re.sub(r"'?DejaVu Sans'?(, [^;\"]*sans-serif)?", "inherit", text)
     text = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    width, height = figure.get_size_inches()
-    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width * 72:g} {height * 72:g}"'
-    return re.sub(r"<svg [^>]*>", head + ' xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
-
-
-def _svg(figure: Figure, salt: str, transparent: bool) -> str:
-    buffer = io.StringIO()
-    with mpl.rc_context({**STYLE, "svg.hashsalt": salt}):
-        figure.savefig(buffer, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
+    box = text[text.index("viewBox=") :].split('"')[1]
+    head = f'<svg role="img" aria-label="{escape(title)}" viewBox="{box}" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return head + text[text.index(">") + 1 :]

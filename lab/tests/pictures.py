@@ -70,25 +70,24 @@ def check_names(figure: Figure) -> Iterator[str]:
 
 def check_edges(figure: Figure) -> Iterator[str]:
     """No word leaves the picture."""
-    frame = figure.bbox.padded(1.0)
+    frame, unseen = figure.bbox.padded(1.0), set(find_undrawn(figure))
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
-        if not text.get_visible() or not text.get_text().strip() or not is_drawn(text, figure):
+        if not text.get_visible() or not text.get_text().strip() or text in unseen:
             continue
         box = text.get_window_extent()
         if box.x0 < frame.x0 or box.y0 < frame.y0 or box.x1 > frame.x1 or box.y1 > frame.y1:
             yield f"{text.get_text()!r} is cut off"
 
 
-def is_drawn(text: Text, figure: Figure) -> bool:
-    """Whether a text belongs to a tick within its axes' limits, or to no tick."""
+def find_undrawn(figure: Figure) -> Iterator[Text]:
+    """The texts of ticks that lie beyond their axes' limits or belong to a side that is not seen."""
     for axes in figure.axes:
         for side, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            seen = axes.axison and side.get_visible()
             for tick in (*side.get_major_ticks(), *side.get_minor_ticks()):
-                if text in (tick.label1, tick.label2):
-                    inside = min(low, high) <= tick.get_loc() <= max(low, high)
-                    return axes.axison and side.get_visible() and inside
-    return True
+                if not seen or not min(low, high) <= tick.get_loc() <= max(low, high):
+                    yield from (tick.label1, tick.label2)
 
 
 def check_overlaps(figure: Figure) -> Iterator[str]:

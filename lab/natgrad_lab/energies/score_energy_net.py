@@ -36,6 +36,7 @@ LOSS, DISTANCE = 2, 3  # places in a curve's points
 
 TASKS = ("rings", "spiral", "digits", "mnist")
 GRID, HELD_OUT, SHOWN = 60, 1000, 40
+STEPS = {"flat": 300, "images": 200}  # of the dynamics that draw samples
 LAST = 0.001  # the smallest share of K-FAC's first learning rate
 
 
@@ -190,7 +191,7 @@ def samples(energy: nn.Module, test: Tensor, noise: float, generator: torch.Gene
     start = 6 * torch.rand(500, 2, generator=generator) - 3 if flat else test[:SHOWN].clone()
     if not flat:
         start = start + noise * torch.randn(start.shape, generator=generator)
-    dynamics = ng.Langevin(steps=300 if flat else 200, step=0.3 * noise**2)
+    dynamics = ng.Langevin(steps=STEPS["flat" if flat else "images"], step=0.3 * noise**2)
     return dynamics.draw(density, params, start, generator)
 
 

@@ -136,9 +136,8 @@ def draw_titled(picture: Picture, story: str) -> Figure:
 
 
 def _draw(picture: Picture, story: str, place: Path) -> dict[str, Any]:
-    figure = draw_titled(picture, story)
-    save(figure, place / picture.name)
-    return {"title": picture.title, "svg": inline(figure, picture.name, picture.title), "wide": picture.wide}
+    drawn = save(draw_titled(picture, story), place / picture.name)
+    return {"title": picture.title, "svg": inline(drawn, picture.name, picture.title), "wide": picture.wide}
 
 
 def render_terminal(outcome: Outcome) -> Iterator[RenderableType]:

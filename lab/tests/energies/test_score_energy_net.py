@@ -13,7 +13,7 @@ from natgrad_lab.energies import score_energy_net
 from natgrad_lab.experiments import find
 from natgrad_lab.experiments.frame import Findings
 
-FEW = score_energy_net.ScoreEnergySettings(tasks="rings,digits", seconds=0.05, batch=20, width=8)
+FEW = score_energy_net.ScoreEnergySettings(tasks="rings,digits", seconds=0.01, batch=20, width=8)
 
 
 def test_rings_and_arms_lie_where_they_should():
@@ -59,7 +59,8 @@ def test_steps_lower_the_loss(method):
     assert score_energy_net.held_out(score, test, 0.5) < 0.97 * before
 
 
-def test_the_page_tells_every_task():
+def test_the_page_tells_every_task(monkeypatch):
+    monkeypatch.setattr(score_energy_net, "STEPS", {"flat": 20, "images": 20})
     study = find("score_energy_net")
     pieces = finish(study, FEW)
     story = study.tell(Findings(FEW, pieces))

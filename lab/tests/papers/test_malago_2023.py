@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from natgrad.families import Ising, MultivariateNormal
 from natgrad_lab.experiments import PieceRun, execute, find
+from natgrad_lab.experiments.records import read
 from natgrad_lab.papers.malago_2023 import flows, points
 from natgrad_lab.papers.malago_2023.printed_toy import measure_difference, print_value
 from natgrad_lab.report import build
 
-FEW = flows.MalagoFlowSettings(starts=2, steps=8, lattice=3, span=0.4)
+FEW = flows.MalagoFlowSettings(starts=2, steps=4, lattice=3, span=0.4)
 LITTLE = points.MalagoPointSettings(problems=2, starts=2, bits=3, time=1.0)
+STUDIES = "toy", "polynomials", "quadratic", "kl_balls", "polarization", "convergence"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the records of every study, each in one of its name."""
+    root = tmp_path_factory.mktemp("pages")
+    for name in STUDIES:
+        study = find(f"malago_2023_{name}")
+        execute(study, FEW if study.settings is flows.MalagoFlowSettings else LITTLE, [0], root / name)
+    return root
 
 
 def test_functions_are_those_of_the_slides():
@@ -36,8 +50,8 @@ def test_both_formulas_of_the_toy_slides_are_one_function():
     assert_close(print_value("theta", theta), print_value("mu", torch.sigmoid(2 * theta)))
 
 
-def test_the_quadratic_line_is_the_closed_form():
-    numbers = flows.line_closed(PieceRun(FEW))
+def test_the_quadratic_line_is_the_closed_form(pages):
+    numbers = read(pages / "polynomials" / "records" / "closed.json").numbers
     assert_close(torch.tensor(numbers["ours"]), torch.tensor(numbers["closed"]), rtol=1e-7, atol=1e-8)
     start = torch.tensor([1.0, -1.0], dtype=torch.float64)
     moved = flows.closed_mean(start, torch.tensor([0.0, 1e9], dtype=torch.float64))
@@ -83,13 +97,10 @@ def test_the_theorem_counts():
     assert [m.size for m in points.models(6).values()] == [6, 11, 21]
 
 
-@pytest.mark.parametrize("name", ["toy", "polynomials", "quadratic", "kl_balls", "polarization", "convergence"])
-def test_every_figure_has_a_page(name, tmp_path):
-    study = find(f"malago_2023_{name}")
-    few = FEW if study.settings is flows.MalagoFlowSettings else LITTLE
-    execute(study, few, [0], tmp_path / name)
-    outcome, page = build(tmp_path / name)
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_figure_has_a_page(name, pages):
+    outcome, page = build(pages / name)
     text = page.read_text()
     assert outcome.story.title in text
     assert "<svg" in text
-    assert list((tmp_path / name / "plots").glob("*.png"))
+    assert list((pages / name / "plots").glob("*.png"))

@@ -183,7 +183,7 @@ def plane_flows(run: PieceRun) -> Numbers:
         run.advance(number / 3)
         numbers[kind] = plain(ng.flows.paths(case.field(natural), xi, times, case.inside, 3))
     for mean, start in zip(starts[:: s.starts], xi[:: s.starts], strict=True):
-        way = ng.flows.flow(case.value, PLANE, start, times[:: s.steps // 8], case.chart, maximise=True)
+        way = ng.flows.flow(case.value, PLANE, start, times[:: max(s.steps // 8, 1)], case.chart, maximise=True)
         numbers["gap"] = max(numbers["gap"], float((way.points[:, :2] - closed_mean(mean, way.times)).abs().max()))
     return numbers
 
