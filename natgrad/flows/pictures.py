@@ -74,7 +74,7 @@ def show_descent(
     for axes, natural in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
         draw_levels(axes, lambda points: value(chart.theta(points)), x, y)
         draw_field(axes, flow_field(value, family, chart, natural=natural), x, y, length="same")
-        path = flow(value, family, point, [0.0, *times], chart, natural=natural)
+        path = flow(value, family, point, [0.0, *times], chart, natural=natural, rtol=1e-6, rest=1e-4)  # as eyes see
         draw_trajectory(axes, path.points, color="C3" if natural else "C0")
         axes.set(title="natural gradient" if natural else "gradient", xlabel=names[0], xlim=x, ylim=y)
     figure.axes[0].set_ylabel(names[1])
