@@ -96,19 +96,29 @@ def train(
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """A run whose rate falls to nothing within so many steps. Some steps have a bad batch, or none at all."""
+    bad = bad or {}
+    first = min([*bad, steps])
     model = build_seeded(NETS[net])
     opt = recipe(model, criterion_of(classes), **options)
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / falls)
-    for step in range(steps):
+    rate = opt.param_groups[0]["lr"]
+    if 0 < first < steps:  # runs that begin alike share that part
+        states = save_beginning(recipe, net, classes, first, falls, tuple(options.items()))
+        model.load_state_dict(states[0])
+        opt.load_state_dict(states[1])
+    for step in range(first if first < steps else 0, steps):
         x, y = batch(step, classes)
-        kind = (bad or {}).get(step, "good")
+        kind = bad.get(step, "good")
+        opt.param_groups[0]["lr"] = rate * (1 - step / falls)
         if kind is not None:
-            x, y = BAD[kind](x, y) if kind in BAD else (x, y)
-            opt.zero_grad()
-            opt.loss(model(x), y).backward()
-            opt.step()
-        schedule.step()
+            iterate(opt, model, *(BAD[kind](x, y) if kind in BAD else (x, y)))
     return model, opt
+
+
+@functools.cache
+def save_beginning(recipe: Any, net: str, classes: bool, steps: int, falls: int, options: tuple[Any, ...]) -> Any:
+    """The states of model and optimiser after so many good batches."""
+    model, opt = train(recipe, net, classes, steps, falls=falls, **dict(options))
+    return copy.deepcopy((model.state_dict(), opt.state_dict()))
 
 
 @functools.cache

@@ -159,7 +159,7 @@ def test_no_loss_is_replaced_by_another_in_silence(name, optimiser):
         with pytest.raises(ValueError, match="nonlinear function of the model's outputs"):
             opt.step()
         assert torch.equal(before, flat(model))
-    for _ in range(8):
+    for _ in range(4):
         value = opt.step(closure) if name in NONLINEAR else closure()
         if name not in NONLINEAR:
             opt.step()

@@ -135,12 +135,11 @@ def test_no_step_moves_far_by_default(name: str, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_tight_bound_on_the_kl_means_short_steps(case: str) -> None:
     """And none beyond it on its own batch."""
-    narrow = nats_of_steps(ng.kfac, case, 0, 15, max_kl=3e-4)
-    assert float(narrow.median()) < 1e-3
-    assert float(narrow.max()) < float(nats_of_steps(ng.kfac, case, 0, 15).max())
-    for most in (1e-3, 3e-2):
-        found = nats_of_steps(ng.kfac, case, 0, 15, max_kl=most)
-        assert 0 < float(found.max()) <= most
+    bounds = (1e-3, 3e-2)
+    narrow, wide = (float(nats_of_steps(ng.kfac, case, 0, 12, max_kl=most).max()) for most in bounds)
+    assert 0 < narrow <= bounds[0]
+    assert 0 < wide <= bounds[1]
+    assert narrow < float(nats_of_steps(ng.kfac, case, 0, 12).max())
 
 
 @pytest.mark.parametrize("case", ["coins", "images"])

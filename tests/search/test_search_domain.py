@@ -66,7 +66,7 @@ PUSHED += [
 def test_the_covariance_stays_positive_and_finite(name: str, rate: float, kind: str):
     model = MADE[name](rate)
     generator = torch.Generator().manual_seed(0)
-    for popsize in (2, 5, 30):
+    for popsize in (2, 30):
         state = model.start(torch.zeros(D, dtype=torch.float64), 1.0, popsize)
         for _ in range(25):
             normals = torch.randn(popsize, D, generator=generator, dtype=torch.float64)
