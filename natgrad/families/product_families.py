@@ -178,8 +178,12 @@ class SubModel(Embedded):
         family: The whole family.
         free: Positions in the family's theta. This family's theta holds these alone, and its statistics are those in
             `free`.
-        base: A theta of the whole family inside its domain, where zero is not, from which the search for `natural`
-            starts. Its other entries must be zero.
+        base: A theta of the whole family inside its domain, from which the search for `natural` and `mle` starts. Its
+            other entries must be zero. None: zero, where that is inside the domain.
+
+    Raises:
+        ValueError: For positions that the family does not have, or a base that is outside its domain or not zero
+            outside of `free`; in `natural` and `mle`, where they need a base and have none.
 
     Example:
         >>> minimal = ng.SubModel(ng.Categorical(3), range(2))  # the last logit at zero
@@ -198,10 +202,15 @@ class SubModel(Embedded):
         ):
             raise ValueError(f"free is {free!r}, expected a list of different positions from 0 to {family.size - 1}")
         self.size, self.base, self.domain = len(self.free), base, family.domain
-        if base is not None:
-            family.single(base, "base")
-        if base is not None and bool(base[[i for i in range(family.size) if i not in self.free]].any()):
+        if base is None:
+            return
+        family.single(base, "base")
+        if bool(base[[i for i in range(family.size) if i not in self.free]].any()):
             raise ValueError("base must be zero outside of free")
+        if not bool(family.inside(base)):
+            raise ValueError(
+                f"base is {base.tolist()}, expected a theta inside the domain of {family!r}: {self.domain}"
+            )
 
     def whole(self, theta: Tensor) -> Tensor:
         """theta of the whole family, zeros and all, shape (..., n).
@@ -226,7 +235,14 @@ class SubModel(Embedded):
 
     def guess(self, eta: Tensor) -> Tensor:
         if self.base is None:
-            return torch.zeros_like(eta)
+            start = torch.zeros_like(eta)
+            if not bool(self.inside(start).all()):
+                raise ValueError(
+                    f"base is None, expected for {self!r} a theta inside the whole family's domain, from which the "
+                    f"search starts: zero is outside ({self.domain}); give SubModel(..., base=theta), a tensor "
+                    f"({self.family.size},) that is zero outside of free"
+                )
+            return start
         return self.base.to(eta)[list(self.free)].expand_as(eta).clone()
 
     def __repr__(self) -> str:
