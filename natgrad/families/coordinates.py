@@ -286,12 +286,15 @@ def fisher_in(family: ExponentialFamily, natural: Map, xi: Tensor, of: Map | Non
     inner = family.fisher(theta)
     back = None if of is None else inner.inverse(0.0)
     push, pull = differentiate(natural, xi.detach())
+
+    def product(v: Tensor) -> Tensor:
+        return pull(multiply_rows(inner, push(v)))
+
+    origin = fisher_in, (family, natural, xi.detach().clone(), of)
     if of is None or back is None:
-        return Closed(xi, lambda v: pull(multiply_rows(inner, push(v))))
+        return Closed(xi, product, origin=origin)
     push_back, pull_back = differentiate(of, theta)
-    return Closed(
-        xi, lambda v: pull(multiply_rows(inner, push(v))), lambda v: push_back(multiply_rows(back, pull_back(v)))
-    )
+    return Closed(xi, product, lambda v: push_back(multiply_rows(back, pull_back(v))), origin)
 
 
 def multiply_rows(operator: Operator, vectors: Tensor) -> Tensor:
@@ -351,7 +354,7 @@ class MeanCovariance(Coordinates):
         def inverse(v: Tensor) -> Tensor:
             return torch.cat([v[..., :d] @ sigma, pack(2 * sigma @ unpack(v[..., d:], 2.0) @ sigma)], -1)
 
-        return Closed(xi, product, inverse)
+        return Closed(xi, product, inverse, origin=(self.fisher, (xi.detach().clone(),)))
 
 
 class MeanCholesky(Coordinates):
@@ -434,7 +437,7 @@ class MeanStd(Coordinates):
         _, std = self.split(self.single(xi).detach())
         spread = torch.full_like(std, 2.0) if self.log_std else 2 / std.square()
         values = torch.cat([1 / std.square(), spread])
-        return Closed(xi, lambda v: values * v, lambda v: v / values)
+        return Closed(xi, lambda v: values * v, lambda v: v / values, origin=(self.fisher, (xi.detach().clone(),)))
 
 
 class ShapeRate(Mapped):

@@ -216,12 +216,14 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         Args:
             theta: Natural parameters, shape (n,).
         """
-        return self._operator(self.check(self.single(theta, "theta")).detach())
+        return self._operator(self.check(self.single(theta, "theta")).detach().clone())
 
     def _operator(self, theta: Tensor) -> Operator:
         """That of one theta (n,), inside and without gradients: by products where they are known, else a matrix."""
         products = self.find_products(theta)
-        return DenseOperator(symmetrise(self.covariance(theta))) if products is None else Closed(theta, *products)
+        if products is None:
+            return DenseOperator(symmetrise(self.covariance(theta)))
+        return Closed(theta, *products, origin=(self._operator, (theta,)))
 
     def fisher_expectation(self, eta: Tensor) -> Operator:
         """The Fisher matrix in the expectation parameters: the inverse of that in the natural ones.

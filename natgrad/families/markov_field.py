@@ -123,7 +123,7 @@ class MarkovField(ExponentialFamily):
         def product(v: Tensor) -> Tensor:
             return torch.func.vmap(lambda row: pull(row)[0])(v.reshape(-1, self.size)).view(v.shape)
 
-        return Closed(theta, product)
+        return Closed(theta, product, origin=(self._operator, (theta,)))
 
     def mle(self, x: Tensor) -> Tensor:
         """Maximum likelihood from x (b, n). ValueError where it needs sums that are too large."""

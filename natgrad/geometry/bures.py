@@ -40,7 +40,7 @@ class Wasserstein(NormalPoints):
         """
         if point.shape != (self.size,):
             raise ValueError(f"point has shape {tuple(point.shape)}, expected ({self.size},): one distribution")
-        at = self.check(point).detach()
+        at = self.check(point).detach().clone()
         return Closed(at, partial(self.lower, at), partial(self.natural, at))
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:

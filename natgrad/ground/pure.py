@@ -98,7 +98,7 @@ class HeldState:
     """
 
     model: nn.Module
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]  # the `__dict__` of each module and object, its entries
+    attributes: list[tuple[Any, dict[str, Any]]]  # each module and object, the entries of its `__dict__`
     contents: list[Callable[[], None]]  # take back what can change in place
     buffers: Mapping[str, Tensor]  # copies by name, but for batch norms': in training outputs do not depend on them
     tensors: set[int]  # those in attributes, by `id`
@@ -111,7 +111,7 @@ class HeldState:
         search = AttributeWalk({} if last is None else last.copies)
         buffers, named = dict[str, Tensor](), list_modules(model)
         for _, module in named:
-            search.look_into(vars(module), INTERNAL, type(module).__module__.partition(".")[0])
+            search.look_into(module, INTERNAL, type(module).__module__.partition(".")[0])
         tensors = set(search.copies)
         for path, module in named:
             held: dict[str, Tensor | None] = vars(module)["_buffers"]
@@ -125,7 +125,8 @@ class HeldState:
 
     def put_back(self, now: HeldState) -> None:
         """Take all attributes, and what is inside of them, back to this state; buffers stay as they are."""
-        for live, saved in self.attributes:
+        for owner, saved in self.attributes:
+            live = vars(owner)
             for key in live.keys() - saved.keys() - INTERNAL:
                 del live[key]
             for key, value in saved.items():
@@ -151,15 +152,16 @@ class AttributeWalk:
 
     def __init__(self, known: Mapping[int, tuple[Tensor, int, Tensor]]) -> None:
         self.known = known
-        self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.attributes: list[tuple[Any, dict[str, Any]]] = []
         self.contents: list[Callable[[], None]] = []
         self.copies = dict[int, tuple[Tensor, int, Tensor]]()
         self.seen = set[int]()
 
-    def look_into(self, live: dict[str, Any], without: frozenset[str], package: str) -> None:
+    def look_into(self, owner: Any, without: frozenset[str], package: str) -> None:
         """Note the entries of a `__dict__`, and look at each."""
+        live = vars(owner)
         saved = {key: live[key] for key in live.keys() - without}
-        self.attributes.append((live, saved))
+        self.attributes.append((owner, saved))
         for value in saved.values():
             if type(value) not in PLAIN:
                 self.look_at(value, package)
@@ -182,8 +184,7 @@ class AttributeWalk:
         elif (restore := generator_state(value)) is not None:
             self.contents.append(restore)
         elif type(value).__module__.partition(".")[0] == package not in FOREIGN and hasattr(value, "__dict__"):
-            own = cast("dict[str, Any]", vars(value))
-            self.look_into(own, INTERNAL if isinstance(value, nn.Module) else frozenset(), package)
+            self.look_into(value, INTERNAL if isinstance(value, nn.Module) else frozenset(), package)
 
     def copy(self, tensor: Tensor) -> Tensor | None:
         """What a tensor holds; None for one that is too large, or not a plain one."""
@@ -221,32 +222,37 @@ def version_of(tensor: Tensor) -> int:
 
 def contents_of(value: Any) -> Callable[[], None]:
     """What takes a list, dict, set or deque back to its entries of now, where they are others by then."""
-    saved: Any = value.copy()
+    return partial(refill, value, value.copy())
+
+
+def refill(value: Any, saved: Any) -> None:
+    """Take a list, dict, set or deque back to these entries, where it has others."""
     named, joined = hasattr(value, "items"), hasattr(value, "update")
+    pairs: Any = ((saved.get(k, GONE), v) for k, v in value.items()) if named else zip(value, saved, strict=False)
+    if len(value) == len(saved) and all(a is b for a, b in pairs):
+        return
+    value.clear()
+    (value.update if joined else value.extend)(saved)
 
-    def restore() -> None:
-        pairs: Any = ((saved.get(k, GONE), v) for k, v in value.items()) if named else zip(value, saved, strict=False)
-        if len(value) == len(saved) and all(a is b for a, b in pairs):
-            return
-        value.clear()
-        (value.update if joined else value.extend)(saved)
 
-    return restore
+def call_method(value: Any, name: str, argument: Any) -> None:
+    """value.name(argument): unlike a bound method of C, a copy of this call is on the copy of the value."""
+    getattr(value, name)(argument)
 
 
 def generator_state(value: Any) -> Callable[[], None] | None:
     """What takes a source of random numbers, or an array, back to what it is now; None for any other object."""
     if isinstance(value, torch.Generator):
-        return cast("Callable[[], None]", partial(value.set_state, value.get_state()))
+        return partial(call_method, value, "set_state", value.get_state())
     if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
+        return partial(call_method, value, "setstate", value.getstate())
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
+        return partial(call_method, value, "set_state", value.get_state())
     if isinstance(value, numpy.ndarray) and value.size <= LARGEST:
         return partial(numpy.copyto, value, value.copy())
     return None

@@ -195,11 +195,17 @@ class PullbackMetric(Metric):
         if self.needs_targets:
             raise ValueError(f"chunk_size={size} is for metrics without targets; use chunk_size=None with targets")
         calls = list(pure.call.chunks(size))
+        point = copy_tensors(params)  # the parameters move on between products
         builders: list[Callable[[], Operator]] = []
         for call, seed in zip(calls, self.seeds(len(calls)), strict=True):
-            term = partial(self._term, params, PureModel(self.model, call, pure.random), None, seed)
-            builders.append(lambda term=term, share=call.batch() / pure.call.batch(): Scaled(term(), share))
+            term = partial(self._term, point, PureModel(self.model, call, pure.random), None, seed)
+            builders.append(partial(scale_term, term, call.batch() / pure.call.batch()))
         return Chunked(builders)
+
+
+def scale_term(build: Callable[[], Operator], share: float) -> Operator:
+    """A chunk's operator, for its share of all examples."""
+    return Scaled(build(), share)
 
 
 def check_model(model: Any, inputs: str = "x") -> None:

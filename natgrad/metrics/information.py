@@ -106,11 +106,7 @@ class SampledInformation(Information):
                 torch_plain.manual_seed(seed)  # torch's distributions draw from the global source alone
                 drawn = density.sample(torch.Size((self.samples,) if by_row else (self.samples, len(observed))))
 
-        def log_p(params: Params, *row: Tensor) -> Tensor:
-            density = likelihood.distribution(params, *row[:-1])
-            return torch.stack([likelihood.log_prob(density, y) for y in row[-1].unbind(1)], 1) / self.samples**0.5
-
-        return pull_back(log_p, params, Call((*inputs.args, drawn.movedim(0, 1))), random)
+        return pull_back(likelihood.log_draws, params, Call((*inputs.args, drawn.movedim(0, 1))), random)
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,10 +114,7 @@ class EmpiricalInformation(Information):
     """What `ng.empirical_fisher(log_likelihood, params)` gives: s s^T averaged over the data's own rows."""
 
     def build(self, params: Params, rows: Call, random: RandomState | None) -> Operator:
-        def log_p(params: Params, *row: Tensor) -> Tensor:
-            return self.likelihood.log_p(params, *row).unsqueeze(1)
-
-        return pull_back(log_p, params, rows, random)
+        return pull_back(self.likelihood.log_row, params, rows, random)
 
 
 @dataclass(frozen=True, repr=False)
@@ -269,6 +262,15 @@ class OwnLikelihood:
                 f"{self}(params, *row) returned {came} for one row, expected a scalar tensor: the library batches it"
             )
         return value
+
+    def log_row(self, params: Params, *row: Tensor) -> Tensor:
+        """log p of every row, shape (b, 1)."""
+        return self.log_p(params, *row).unsqueeze(1)
+
+    def log_draws(self, params: Params, *row: Tensor) -> Tensor:
+        """log p of the k draws of every row, the last of the data (b, k, ...), over sqrt(k): shape (b, k)."""
+        density, draws = self.distribution(params, *row[:-1]), row[-1].unbind(1)
+        return torch.stack([self.log_prob(density, y) for y in draws], 1) / len(draws) ** 0.5
 
     def distribution(self, params: Params, *inputs: Tensor) -> Distribution:
         """Of the observations of all rows."""

@@ -25,8 +25,8 @@ from natgrad.ground.densities import (
 from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.pure import Call, PureModel, RandomState, copy_tensors, run_detached, unwrap_examples
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import Metric, Scores, check_chunks, explain_at
-from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback, Scaled
+from natgrad.metrics.base import Metric, Scores, check_chunks, explain_at, scale_term
+from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback
 
 LARGEST_ROOT = 2**24
 """Numbers in a closed-form root up to which it is formed: beyond, products go through the graph."""
@@ -94,12 +94,11 @@ class DensityMetric(Metric):
             check_mask(self.mask, examples)
             by_example = self.mask is not None and self.mask.dim() > 1 and len(self.mask) == len(examples)
 
-            def build(start: int) -> Operator:
-                part = examples[start : start + size]
-                mask = self.mask[start : start + size] if self.mask is not None and by_example else self.mask
-                return Scaled(self._build_term(params, random, part, mask), len(part) / len(examples))
-
-            return Chunked([partial(build, start) for start in range(0, len(examples), size)])
+            parts = examples.split(size)
+            masks = self.mask.split(size) if self.mask is not None and by_example else [self.mask] * len(parts)
+            point = copy_tensors(params)  # the parameters move on between products
+            terms = [partial(self._build_term, point, random, *chunk) for chunk in zip(parts, masks, strict=True)]
+            return Chunked([partial(scale_term, t, len(p) / len(examples)) for t, p in zip(terms, parts, strict=True)])
 
     def _build_term(
         self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
@@ -300,5 +299,10 @@ def pull_back(
     form: Callable[[Tensor], Form] = lambda rows: Diagonals(torch.ones_like(rows)),
 ) -> Pullback:
     """A form on the rows (R, m) of function(params, *inputs), pulled back to the parameters, as a mean over rows."""
-    linearization = Linearization(OutputMap(PureModel(function, inputs, random), lambda rows: rows), params)
+    linearization = Linearization(OutputMap(PureModel(function, inputs, random), take_rows), params)
     return Pullback(linearization, form(linearization.outputs))
+
+
+def take_rows(outputs: Tensor) -> Tensor:
+    """Outputs that are rows already."""
+    return outputs

@@ -544,6 +544,8 @@ class Closed(Operator):
         like: A tensor (n,) of the operator's dtype, on its device.
         product: v -> G v; more dimensions in front are batches.
         inverse_product: v -> G^-1 v, likewise.
+        origin: A function and its arguments that give this operator again, for copies and pickles where the products
+            are functions that cannot be pickled.
 
     Example:
         >>> G = ng.operators.Closed(torch.zeros(3), lambda v: 2 * v, lambda v: v / 2)
@@ -551,9 +553,19 @@ class Closed(Operator):
         tensor([0.5000, 0.5000, 0.5000])
     """
 
-    def __init__(self, like: Tensor, product: Map, inverse_product: Map | None = None) -> None:
-        self.product, self.inverse_product = product, inverse_product
+    def __init__(
+        self,
+        like: Tensor,
+        product: Map,
+        inverse_product: Map | None = None,
+        origin: tuple[Callable[..., Operator | None], tuple[Any, ...]] | None = None,
+    ) -> None:
+        self.product, self.inverse_product, self.origin = product, inverse_product, origin
         self.size, self.dtype, self.device = len(like), like.dtype, like.device
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy has products of its own, where it is known how they are made."""
+        return super().__reduce_ex__(protocol) if self.origin is None else (*self.origin, {"facts": self.facts})
 
     def mv(self, vector: Tensor) -> Tensor:
         return self.product(vector)
@@ -565,7 +577,9 @@ class Closed(Operator):
         """The other product; None where it is not known, and with damping."""
         if damping or self.inverse_product is None:
             return None
-        return Closed(torch.empty(self.size, dtype=self.dtype, device=self.device), self.inverse_product, self.product)
+        like = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        origin = None if self.origin is None else (Closed.inverse, (self,))
+        return Closed(like, self.inverse_product, self.product, origin)
 
 
 # U of G = U U^T by its products, for solving in the space of the examples
