@@ -14,7 +14,7 @@ from torch import Tensor
 from natgrad.families import ExponentialFamily
 from natgrad.flows.coordinates import FlowCoordinates, natural_coordinates
 from natgrad.flows.expectation import Function
-from natgrad.ground.checks import Group, check_integer, check_positive, read_groups
+from natgrad.ground.checks import Group, check_integer, check_positive, check_precision, read_groups
 from natgrad.ground.linalg import solve_or_nan
 from natgrad.ground.pure import set_modes_aside
 from natgrad.ground.typed_torch import as_tensor_like
@@ -243,6 +243,7 @@ def flow(
         ('end', True)
     """
     start, chosen = start.detach(), read_groups("flow", GROUPS, solver, OWN)["integrator"]
+    check_precision("start", start.dtype, "call start.double()")
     integrator: Integrator = chosen.fit_to(start.dtype)
     rtol, rest = cast(float, integrator.rtol), cast(float, integrator.rest)
     chart = coordinates or natural_coordinates(family)

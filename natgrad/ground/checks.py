@@ -48,6 +48,12 @@ def check_share(name: str, value: Any, *, hint: str = "") -> None:
     check_range(name, value, "[0, 1)", hint=hint)
 
 
+def check_precision(name: str, dtype: torch.dtype, hint: str) -> None:
+    """ValueError for half precision, which has no linear algebra of its own."""
+    if dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} is {dtype}, expected double precision, or single: {hint}")
+
+
 def check_choice(name: str, value: Any, choices: Collection[Any], *, hint: str = "") -> None:
     """Check that a value is one of a few."""
     if not isinstance(value, (str, int, float, type(None))) or value not in choices:

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_precision
 from natgrad.ground.typed_torch import list_numbers, torch_linalg
+
+
+MATRIX, CONVERT = "the matrix of a linear system", "convert the tensors that were given with .double()"
 
 
 def invert_or_nan(matrix: Tensor) -> Tensor:
@@ -17,6 +21,7 @@ def invert_or_nan(matrix: Tensor) -> Tensor:
     With gradients, and within torch.func. `torch.linalg.inv` raises for a singular matrix on one processor and returns
     inf on another; so do `solve` and `cholesky`.
     """
+    check_precision(MATRIX, matrix.dtype, CONVERT)
     inverse, info = torch_linalg.inv_ex(matrix)
     sound = (info == 0) & _finite(matrix) & _finite(inverse)
     return torch.where(sound[..., None, None], inverse, torch.nan)
@@ -31,6 +36,7 @@ def solve_or_nan(matrix: Tensor, rhs: Tensor, *, left: bool = True) -> Tensor:
     if rhs.dim() == 1:
         return solve_or_nan(matrix, rhs.unsqueeze(-1)).squeeze(-1)
     rhs = rhs[(None,) * (matrix.dim() - rhs.dim())]  # torch reads (b, n) beside (b, n, n) as one vector per matrix
+    check_precision(MATRIX, matrix.dtype, CONVERT)
     solution, info = torch_linalg.solve_ex(matrix, rhs, left=left)
     sound = ((info == 0) & _finite(matrix))[..., None, None]
     finite = torch.isfinite(solution.detach()).all(-2 if left else -1, keepdim=True)
@@ -67,6 +73,7 @@ def is_positive_definite(matrix: Tensor) -> Tensor:
 
 
 def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    check_precision(MATRIX, matrix.dtype, CONVERT)
     factor, info = torch_linalg.cholesky_ex(matrix)
     pivots = factor.detach().diagonal(dim1=-2, dim2=-1).square()
     roundoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * matrix.detach().diagonal(dim1=-2, dim2=-1)

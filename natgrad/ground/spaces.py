@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
+from natgrad.ground.checks import check_precision
+
 Params = Mapping[str, Tensor]
 
 
@@ -234,6 +236,8 @@ def name_parameters(params: Params | Tensor) -> Params:
     """A dict of tensors as it is, one tensor alone as {"params": tensor}, checked."""
     named: Params = {"params": params} if isinstance(params, Tensor) else params
     check_parameters(named)
+    for name, value in named.items():
+        check_precision(name if named is params else "params", value.dtype, "convert it with .double()")
     return named
 
 

@@ -25,6 +25,7 @@ from natgrad.ground.densities import (
 from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.pure import Call, PureModel, RandomState, copy_tensors, run_detached, unwrap_examples
 from natgrad.ground.spaces import Params
+from natgrad.ground.typed_torch import split_tensor
 from natgrad.metrics.base import Metric, Scores, check_chunks, explain_at, scale_term
 from natgrad.operators import Chunked, Form, Linearization, LowRankOperator, Operator, OutputMap, Pullback
 
@@ -94,8 +95,8 @@ class DensityMetric(Metric):
             check_mask(self.mask, examples)
             by_example = self.mask is not None and self.mask.dim() > 1 and len(self.mask) == len(examples)
 
-            parts = examples.split(size)
-            masks = self.mask.split(size) if self.mask is not None and by_example else [self.mask] * len(parts)
+            parts = split_tensor(examples, size)
+            masks = split_tensor(self.mask, size) if self.mask is not None and by_example else [self.mask] * len(parts)
             point = copy_tensors(params)  # the parameters move on between products
             terms = [partial(self._build_term, point, random, *chunk) for chunk in zip(parts, masks, strict=True)]
             return Chunked([partial(scale_term, t, len(p) / len(examples)) for t, p in zip(terms, parts, strict=True)])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_precision
 from natgrad.ground.exchanges import any_asks
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Columns, Explained, explain_calls, write_choices
@@ -128,6 +128,8 @@ class PolicyLearner(Explained):
             if not isinstance(module, (nn.Module, type(None))):
                 raise TypeError(f"{name} is {type(module).__name__}, expected a torch.nn.Module or None")
             refuse_processes(module, name)
+            for p in module.parameters() if module is not None else ():
+                check_precision(name, p.dtype, f"call {name}.float(), and take torch.autocast inside of its forward")
         if policy is not None and choices.device is not None:
             raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
         if policy is not None and (choices.hidden or choices.activation):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from natgrad.ground.checks import check_precision
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.spaces import split_complex_parameters, trainable
 from natgrad.residuals.optimizer import ResidualOptimizer
@@ -126,7 +127,7 @@ def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, nn.Module | nn.Pa
     Complex parameters of modules become their real and imaginary parts, in place.
     """
     if isinstance(given, nn.Module) and not isinstance(given, (nn.ModuleDict, nn.ModuleList)):
-        check_precision("net", given)
+        check_precisions("net", given)
         split_complex_parameters(given)
         return given, {"": given}
     if isinstance(given, (nn.ModuleList, Sequence)) and not isinstance(given, str):
@@ -171,15 +172,14 @@ def check_unknown(name: Any, part: Any, dtype: torch.dtype) -> None:
             f"net[{name!r}] is a parameter of {part.dtype}, expected a real one: give two, its real and its imaginary "
             "part, and write torch.complex(a, b) in the terms"
         )
-    check_precision(f"net[{name!r}]", part)
+    check_precisions(f"net[{name!r}]", part)
     for p in list_parameters(part)[:1]:
         if p.dtype.to_real() != dtype:
             like = f"{name} = nn.Parameter({name}.detach().to({dtype}))" if p is part else f"{name}.to({dtype})"
             raise ValueError(f"net[{name!r}] is {p.dtype}, the first network {dtype}, expected one precision: {like}")
 
 
-def check_precision(name: str, part: nn.Module | nn.Parameter) -> None:
-    """ValueError for parameters in half precision, which has no linear algebra of its own."""
+def check_precisions(name: str, part: nn.Module | nn.Parameter) -> None:
+    """ValueError for parameters in half precision."""
     for p in list_parameters(part):
-        if p.dtype in (torch.float16, torch.bfloat16):
-            raise ValueError(f"{name} is {p.dtype}, expected double precision, or single: call {name}.double()")
+        check_precision(name, p.dtype, f"call {name}.double()")

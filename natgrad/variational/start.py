@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from natgrad.ground.checks import check_integer, check_positive
+from natgrad.ground.checks import check_integer, check_positive, check_precision
 from natgrad.ground.linalg import all_finite, require_factor
 from natgrad.ground.spaces import trainable
 from natgrad.ground.typed_torch import as_tensor_like
@@ -30,6 +30,7 @@ def as_mean(start: Any) -> Tensor:
     if not isinstance(start, Tensor) or start.dim() != 1 or len(start) == 0 or not start.is_floating_point():
         came = f"{start.dtype} {tuple(start.shape)}" if isinstance(start, Tensor) else repr(start)
         raise ValueError(f"start is {came}, expected the mean of q, a floating-point vector (d,), or d")
+    check_precision("start", start.dtype, "call start.double()")
     if not all_finite(start):
         raise ValueError("start is not finite")
     return start.detach()
@@ -68,7 +69,9 @@ def read_target(
         check_positive("prior_precision", data.prior_precision)
         net = Network(target, data.criterion, size, data.prior_precision, points or Draws(2))
         spread = 1e-2 / data.prior_precision if covariance is None else covariance
-        return net, net.start if start is None else as_mean(start), spread
+        mean = net.start if start is None else as_mean(start)
+        check_precision("target" if start is None else "start", mean.dtype, "call target.float()")
+        return net, mean, spread
     if data.criterion is not None or data.data_size is not None:
         raise TypeError("criterion and data_size belong to a network; a log joint has its data inside")
     if start is None:
