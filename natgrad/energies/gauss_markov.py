@@ -12,6 +12,7 @@ from natgrad.energies.boltzmann import place_pairs
 from natgrad.ground.checks import check_integer
 from natgrad.ground.densities import Density, check_continuous, check_density, check_entries
 from natgrad.ground.linalg import require_factor, symmetrise
+from natgrad.ground.pure import leave_autocast
 from natgrad.ground.spaces import Params
 
 OFF_CENTRE = 0.1  # deviations of a variable by which its mean may miss zero: 1 % of its second moment
@@ -101,6 +102,7 @@ class GaussMarkov(Density):
         parts = {"diagonal": torch.diag_embed(-inputs), "edges": place_pairs(-inputs, self._ends)}
         return torch.cat([parts[name] for name in params], dim=2)
 
+    @leave_autocast
     def fit(self, X: Tensor) -> dict[str, Tensor]:
         """The minimum of the score-matching loss on X: G theta = d tr(P) / d theta, G the score metric.
 

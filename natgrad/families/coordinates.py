@@ -14,6 +14,7 @@ from natgrad.families.normal import DiagonalNormal, MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
 from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution
+from natgrad.ground.pure import leave_autocast
 from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, Operator
 
@@ -234,6 +235,7 @@ def convert(xi: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
     return target.of(source.natural(xi))
 
 
+@leave_autocast
 def convert_vector(xi: Tensor, vector: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
     """The same velocity in other coordinates: d xi' = (d xi' / d xi) d xi.
 
@@ -249,6 +251,7 @@ def convert_vector(xi: Tensor, vector: Tensor, source: Coordinates, target: Coor
     return differentiate(lambda at: convert(at, source, target), xi)[0](vector)
 
 
+@leave_autocast
 def convert_covector(xi: Tensor, covector: Tensor, source: Coordinates, target: Coordinates) -> Tensor:
     """The same derivative in other coordinates: dF / d xi' = (d xi / d xi')^T dF / d xi.
 
@@ -264,6 +267,7 @@ def convert_covector(xi: Tensor, covector: Tensor, source: Coordinates, target: 
     return differentiate(lambda at: convert(at, target, source), convert(xi, source, target))[1](covector)
 
 
+@leave_autocast
 def fisher_in(family: ExponentialFamily, natural: Map, xi: Tensor, of: Map | None = None) -> Operator:
     """J^T I_theta J of any differentiable map from xi to theta; with m <= n it is that of a curved sub-family.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.families.event_checks import show_shape
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.ground.linalg import eigh, gram, require_solution, svd
+from natgrad.ground.pure import leave_autocast
 
 RIDGES = tuple(10.0**k for k in range(-7, 3))
 METHODS = ("regression", "ridge", "fisher")
@@ -20,6 +21,7 @@ LEAST = 2.0
 """Effective draws below which an estimate says nothing."""
 
 
+@leave_autocast
 def natural_gradient_of_mean(
     family: ExponentialFamily,
     theta: Tensor,
@@ -82,6 +84,7 @@ def natural_gradient_of_mean(
     return torch.stack([estimate_slope(family, each, method, baseline) for each in draws]).view(*shape, size)
 
 
+@leave_autocast
 def gradient_of_mean(
     family: ExponentialFamily,
     theta: Tensor,
@@ -112,6 +115,7 @@ def gradient_of_mean(
     return torch.stack([estimate_covariance(family, each, baseline) for each in draws]).view(*shape, theta.shape[-1])
 
 
+@leave_autocast
 def exact_natural_gradient_of_mean(
     family: ExponentialFamily, theta: Tensor, f: Callable[[Tensor], Tensor] | Tensor
 ) -> Tensor:
@@ -143,6 +147,7 @@ def exact_natural_gradient_of_mean(
     return slopes.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
 
 
+@leave_autocast
 def dual_gradient(
     family: ExponentialFamily,
     objective: Callable[[Tensor], Tensor],

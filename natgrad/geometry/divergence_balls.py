@@ -11,10 +11,12 @@ from torch import Tensor
 from natgrad.families import ExponentialFamily
 from natgrad.geometry.base import require_family
 from natgrad.ground.checks import check_positive
+from natgrad.ground.pure import leave_autocast
 
 DOUBLINGS, BISECTIONS = 200, 100
 
 
+@leave_autocast
 def kl_ball(
     family: ExponentialFamily, theta: Tensor, radius: float, directions: Tensor | int = 100, *, reverse: bool = False
 ) -> Tensor:
@@ -48,6 +50,7 @@ def kl_ball(
     return level_set(divergence, require_family(family).single(theta, "theta"), radius, directions)
 
 
+@leave_autocast
 def level_set(
     divergence: Callable[[Tensor], Tensor], centre: Tensor, radius: float, directions: Tensor | int = 100
 ) -> Tensor:

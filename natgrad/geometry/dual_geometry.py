@@ -11,11 +11,14 @@ from natgrad.families import ExponentialFamily, SubModel
 from natgrad.geometry.base import require_family
 from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import all_finite, require_solution, solve_or_nan
+from natgrad.ground.pure import leave_autocast
 
 STEPS = 100
+SETTLED, FLAT = 4096, 64  # of a step and of a value, in units of the dtype's precision
 EDGE = "the e-projection ran to the edge of the sub-model, where its metric is singular: give another start"
 
 
+@leave_autocast
 def e_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
     """(1 - t) theta + t other: the straight line in the natural parameters, log p mixed and normalised.
 
@@ -38,6 +41,7 @@ def e_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tenso
     return _interpolate(theta, family.check(other), t)
 
 
+@leave_autocast
 def m_geodesic(family: ExponentialFamily, theta: Tensor, other: Tensor, t: Tensor | float) -> Tensor:
     """theta of (1 - t) E_theta[T] + t E_other[T]: the straight line in the expectations.
 
@@ -63,6 +67,7 @@ def _interpolate(start: Tensor, end: Tensor, t: Tensor | float) -> Tensor:
     return start + t * (end - start)
 
 
+@leave_autocast
 def m_projection(sub: SubModel, theta: Tensor) -> Tensor:
     """The theta of the sub-model nearest in KL(whole, sub): it has the same means of its statistics.
 
@@ -84,6 +89,7 @@ def m_projection(sub: SubModel, theta: Tensor) -> Tensor:
     return sub.natural(sub.family.expectation(theta)[..., list(sub.free)])
 
 
+@leave_autocast
 def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> Tensor:
     """A theta of the sub-model where KL(sub, whole) is stationary, by natural gradient steps that descend.
 
@@ -98,13 +104,13 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
         The sub-model's natural parameters, shape (..., k).
     """
     point = (m_projection(sub, theta) if start is None else start).detach()
-    free, goal = list(sub.free), theta.detach()
+    free, goal, eps = list(sub.free), theta.detach(), torch.finfo(theta.dtype).eps
     for _ in range(STEPS):
         full = sub.whole(point)
         metric = sub.family.covariance(full)
         gradient = (metric @ (full - goal).unsqueeze(-1))[..., free, :]  # grad KL = I (theta_q - theta_p)
         step = require_solution(metric[..., free, :][..., free], gradient, EDGE).squeeze(-1)
-        if bool((step.abs() <= 1e-12 * (1 + point.abs())).all()):
+        if bool((step.abs() <= SETTLED * eps * (1 + point.abs())).all()):
             return point
         point = _descend(sub.inside, lambda q: sub.family.kl(sub.whole(q), goal), point, -step)
     raise ValueError(f"the e-projection did not settle within {STEPS} steps: give another start")
@@ -121,13 +127,14 @@ def _descend(
 
     before, rate = measure(point), torch.ones_like(point[..., :1])
     for _ in range(60):
-        worse = ~(measure(point + rate * step) <= before + 1e-14 * (1 + before.abs()))
+        worse = ~(measure(point + rate * step) <= before + FLAT * torch.finfo(before.dtype).eps * (1 + before.abs()))
         if not bool(worse.any()):
             break
         rate = torch.where(worse.unsqueeze(-1), rate / 2, rate)
     return point + rate * step
 
 
+@leave_autocast
 def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: Tensor) -> Tensor:
     """The theta nearest in KL(., theta) among those with E[T_i] = means at the positions: an e-projection.
 
@@ -152,6 +159,7 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
     """
     require_family(family)
     point, places = theta.detach().clone(), torch.tensor(positions, device=theta.device)
+    eps = torch.finfo(theta.dtype).eps
 
     def dual(at: Tensor) -> Tensor:
         """psi - means . theta, which is convex."""
@@ -163,13 +171,14 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
         step = solve_or_nan(block, gap.unsqueeze(-1)).squeeze(-1)
         if not all_finite(step):
             break  # theta ran off: the means are on the edge, or beyond
-        if bool((step.abs() <= 1e-12 * (1 + point[..., positions].abs())).all()):
+        if bool((step.abs() <= SETTLED * eps * (1 + point[..., positions].abs())).all()):
             return point
         along = torch.zeros_like(point).scatter(-1, places.expand(step.shape), step)
         point = _descend(family.inside, dual, point, along)
     raise ValueError("means are not reached: expected values in the interior of what these statistics' means can be")
 
 
+@leave_autocast
 def mirror_step(
     family: ExponentialFamily, theta: Tensor, gradient: Tensor, rate: float, *, backtracks: int = 0
 ) -> Tensor:

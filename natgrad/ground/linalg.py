@@ -11,7 +11,6 @@ from torch import Tensor
 from natgrad.ground.checks import check_precision
 from natgrad.ground.typed_torch import list_numbers, torch_linalg
 
-
 MATRIX, CONVERT = "the matrix of a linear system", "convert the tensors that were given with .double()"
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.messages import write_choices, write_table
+from natgrad.ground.pure import leave_autocast
 from natgrad.ground.typed_torch import Map, split_tensor
 
 
@@ -260,6 +261,7 @@ class Operator(ABC):
         if block.is_complex():
             raise ValueError(f"{name} is {block.dtype}, expected real numbers: multiply its real and imaginary parts")
 
+    @leave_autocast
     def __matmul__(self, other: Tensor) -> Tensor:
         self.check(other, "the right-hand side of @")
         return self.mv(other) if other.dim() == 1 else self.mm(other)
