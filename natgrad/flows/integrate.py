@@ -17,6 +17,7 @@ from natgrad.flows.expectation import Function
 from natgrad.ground.checks import Group, check_integer, check_positive, check_precision, read_groups
 from natgrad.ground.linalg import solve_or_nan
 from natgrad.ground.pure import set_modes_aside
+from natgrad.ground.spaces import check_recorded
 from natgrad.ground.typed_torch import as_tensor_like
 
 Field = Callable[[Tensor], Tensor]  # of points (..., n) -> (..., n)
@@ -244,6 +245,7 @@ def flow(
     """
     start, chosen = start.detach(), read_groups("flow", GROUPS, solver, OWN)["integrator"]
     check_precision("start", start.dtype, "call start.double()")
+    check_recorded("start", start)
     integrator: Integrator = chosen.fit_to(start.dtype)
     rtol, rest = cast(float, integrator.rtol), cast(float, integrator.rest)
     chart = coordinates or natural_coordinates(family)

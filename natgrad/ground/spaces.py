@@ -189,6 +189,8 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         frozen = any(True for _ in model.parameters())
         reason = "every requires_grad is False; unfreeze at least one" if frozen else "it has no parameters at all"
         raise ValueError(f"model has no trainable parameters: {reason}")
+    for name, p in params.items():
+        check_recorded(name, p)
     lazy = [name for name, p in params.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ValueError(
@@ -238,7 +240,17 @@ def name_parameters(params: Params | Tensor) -> Params:
     check_parameters(named)
     for name, value in named.items():
         check_precision(name if named is params else "params", value.dtype, "convert it with .double()")
+        check_recorded(name, value)
     return named
+
+
+def check_recorded(name: str, value: Tensor) -> None:
+    """ValueError for a tensor of inference mode, of which torch takes no derivatives."""
+    if value.is_inference():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode(), where torch records no derivatives: make it outside of it, "
+            "or under torch.no_grad()"
+        )
 
 
 # Complex parameters as pairs of real ones, which all that is flat and real here can move

@@ -17,6 +17,7 @@ from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import set_modes_aside
+from natgrad.ground.spaces import check_recorded
 from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.helmholtz.blocks import Taught, thin_rows
 from natgrad.helmholtz.machine import HelmholtzMachine
@@ -101,6 +102,8 @@ class WakeSleep:
         trained = [p for p in machine.parameters() if p.requires_grad]
         if not trained:
             raise ValueError("machine has no parameter to train: requires_grad is False for all of them")
+        for name, p in machine.named_parameters():
+            check_recorded(name, p)
         self.optimizer = SGD(trained, lr, momentum=momentum) if optimizer is None else optimizer(trained)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise TypeError("optimizer makes LBFGS, which asks for losses: expected one that needs gradients alone")

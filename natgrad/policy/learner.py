@@ -25,6 +25,7 @@ from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import Columns, Explained, explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import leaves, run_detached, set_modes_aside
+from natgrad.ground.spaces import check_recorded
 from natgrad.ground.state_files import read_state_file, write_state_file
 from natgrad.ground.states import Stateful
 from natgrad.metrics import fisher
@@ -79,6 +80,7 @@ class PolicyLearner(Explained):
     rate = 1.0  # of the step that the rule is given
     _lengths: tuple[str, ...] = ("radius",)  # attributes that say how long a step is, for the representation
 
+    @set_modes_aside
     def __init__(
         self,
         policy: nn.Module | str | None,
@@ -130,6 +132,7 @@ class PolicyLearner(Explained):
             refuse_processes(module, name)
             for p in module.parameters() if module is not None else ():
                 check_precision(name, p.dtype, f"call {name}.float(), and take torch.autocast inside of its forward")
+                check_recorded(name, p)
         if policy is not None and choices.device is not None:
             raise TypeError("device is of the default network, but a policy was given: write policy.to(device) before")
         if policy is not None and (choices.hidden or choices.activation):

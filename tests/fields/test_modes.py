@@ -113,6 +113,30 @@ def test_the_callers_modes_change_nothing(build: Callable[[], Numbers], mode: st
         assert torch.equal(number, reference)
 
 
+@pytest.mark.parametrize("build", APPLICATIONS)
+def test_what_is_built_without_gradients_takes_its_own(build: Callable[[], Numbers]) -> None:
+    expected = build()()
+    with torch.no_grad():
+        run = build()
+    for number, reference in zip(run(), expected, strict=True):
+        assert torch.equal(number, reference)
+
+
+@pytest.mark.parametrize("build", [learn_policy, teach_machine, solve_equation, lower_energy, estimate, follow_flow])
+def test_what_is_made_in_inference_mode_is_refused_by_the_mode(build: Callable[[], Numbers]) -> None:
+    """The networks and starts in it are tensors that torch never takes derivatives of."""
+    with pytest.raises(ValueError, match=r"made under torch.inference_mode\(\)"), torch.inference_mode():
+        build()()()
+
+
+def test_a_network_from_outside_is_taken_in_inference_mode() -> None:
+    net = build_single(lambda: nn.Linear(2, 1))
+    with torch.inference_mode():
+        agent = ng.TRPO(net, Walk(), batch=32, seed=0)
+    agent.learn(32)
+    assert agent.failures == 0
+
+
 @pytest.mark.parametrize(
     "measure",
     [
