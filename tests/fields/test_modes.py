@@ -126,7 +126,7 @@ def test_what_is_built_without_gradients_takes_its_own(build: Callable[[], Numbe
 def test_what_is_made_in_inference_mode_is_refused_by_the_mode(build: Callable[[], Numbers]) -> None:
     """The networks and starts in it are tensors that torch never takes derivatives of."""
     with pytest.raises(ValueError, match=r"made under torch.inference_mode\(\)"), torch.inference_mode():
-        build()()()
+        build()()
 
 
 def test_a_network_from_outside_is_taken_in_inference_mode() -> None:
