@@ -50,6 +50,9 @@ class SpectralProgress(Rule):
     rows of a step tell them from noise: inputs / T takes the place of the damping where that is more, and R is longer
     then, so that inputs of mean size move as before.
 
+    Where progress is followed, a layer of 256 outputs and inputs or more that sees fewer rows than inputs takes each
+    direction twice, the second time by min(1, <n, d'> / <n', d'>) of its length: it costs more than the gradient there.
+
     An embedding moves along R n, by `share` / 3 of a unit in the root mean square of its outputs. A table that no layer
     reads (positions or queries that are parameters of the model) moves along polar(n). Other parameters without a
     Kronecker product (norms, biases alone) move along n, by `vectors` in root mean square.
@@ -124,7 +127,10 @@ class SpectralProgress(Rule):
         if not stacks:
             return []
         ahead = [stack.mean.lerp(stack.gradient, self.ahead) for stack in stacks]
-        directions = [self._direct(stack, n) for stack, n in zip(stacks, ahead, strict=True)]
+        directions = [
+            stack.memory["direction"].to(n) if "again" in stack.memory else self._direct(stack, n)
+            for stack, n in zip(stacks, ahead, strict=True)
+        ]
         warm, moves = min(1.0, (stacks[0].steps + 1) / self.warm), list[tuple[Tensor, Mapping[str, Tensor]]]()
         scales = self._follow(stacks, ahead[0]) if self.progress else ()
         for i, (stack, n, d) in enumerate(zip(stacks, ahead, directions, strict=True)):
@@ -134,7 +140,13 @@ class SpectralProgress(Rule):
                 length, memory = length * sizes, {"size": sizes}
             if scales:
                 now, scale, square = (parts[i] for parts in scales)
-                memory |= {"direction": d, "slope": inner_products(n, d), "square": square, "scale": scale}
+                slope = inner_products(n, d)
+                if "again" in stack.memory:  # shorter by as much as the slope along it has fallen
+                    left, slope = slope, stack.memory["slope"].to(slope)
+                    length = length * torch.where(slope > 0, (left / slope).clamp(0, 1), 1.0).view(-1, 1, 1, 1)
+                elif "cut" in stack.prepared and min(n.shape[-2:]) >= WIDE:
+                    memory["again"] = slope  # dearer than its gradient
+                memory |= {"direction": d, "slope": slope, "square": square, "scale": scale}
                 length = length * now.to(d).view(-1, 1, 1, 1)
             moves.append((length * d, memory))
         return moves

@@ -135,6 +135,33 @@ def test_lengths_grow_while_the_slope_stays_and_shrink_where_it_turned() -> None
     assert follow(0.0) == 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows", "twice"), [((300, 280), 20.0, True), ((300, 280), 1e4, False), ((9, 280), 20.0, False)]
+)
+def test_a_direction_that_costs_more_than_its_gradient_serves_two_steps(
+    shape: tuple[int, int], rows: float, twice: bool
+) -> None:
+    """Counted in the layer's own steps: one that is seen every other step of a run has new directions all the same."""
+    rule, memory, directions = SpectralProgress(), dict[str, Tensor](), list[Tensor]()
+    prepared = rule.prepare_inputs(torch.eye(shape[1], dtype=F64), False, rows)
+    for step in range(0, 12, 2):
+        point = make_point(draw(1, *shape, seed=step), memory, prepared=prepared, steps=step)
+        memory = rule.shape(point)[1]
+        again = twice and len(directions) % 2 == 1
+        expected = directions[-1] if again else rule.shape(replace(point, memory={}))[1]["direction"]
+        torch.testing.assert_close(memory["direction"], expected, rtol=0, atol=0)
+        directions.append(memory["direction"])
+
+
+@pytest.mark.parametrize("share", [1.5, 0.4, -0.3])
+def test_the_second_step_along_a_direction_is_shorter_by_as_much_as_the_slope_has_fallen(share: float) -> None:
+    rule, gradient = SpectralProgress(progress=1e-12, warm=1), draw(1, 260, 280)
+    prepared = rule.prepare_inputs(torch.eye(280, dtype=F64), False, 20.0)
+    first, memory = rule.shape(make_point(gradient, prepared=prepared))
+    second, _ = rule.shape(make_point(share * gradient, memory, prepared=prepared, steps=1))
+    torch.testing.assert_close(second, min(max(share, 0.0), 1.0) * first)
+
+
 def test_lengths_go_to_the_root_of_the_examples_over_few_and_no_further() -> None:
     rule, gradient = SpectralProgress(fades=1e6), draw(1, 4, 6)
     for examples, most in ((2.0, 0.25), (32.0, 1.0), (128.0, 2.0), (0.0, 1.0)):  # 0 where nobody counts them
