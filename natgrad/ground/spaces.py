@@ -189,13 +189,13 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         frozen = any(True for _ in model.parameters())
         reason = "every requires_grad is False; unfreeze at least one" if frozen else "it has no parameters at all"
         raise ValueError(f"model has no trainable parameters: {reason}")
-    for name, p in params.items():
-        check_recorded(name, p)
     lazy = [name for name, p in params.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ValueError(
             f"parameters {lazy} are lazy: run one forward pass of the model first, so that they get a shape"
         )
+    for name, p in params.items():
+        check_recorded(name, p)
     return params
 
 
@@ -245,7 +245,9 @@ def name_parameters(params: Params | Tensor) -> Params:
 
 
 def check_recorded(name: str, value: Tensor) -> None:
-    """ValueError for a tensor of inference mode, of which torch takes no derivatives."""
+    """ValueError for a tensor of inference mode, of which torch takes no derivatives, and for one without a shape."""
+    if isinstance(value, nn.parameter.UninitializedParameter):
+        raise ValueError(f"{name} is lazy: run one forward pass of the model first, so that it gets a shape")
     if value.is_inference():
         raise ValueError(
             f"{name} was made under torch.inference_mode(), where torch records no derivatives: make it outside of it, "

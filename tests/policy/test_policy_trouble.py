@@ -122,3 +122,10 @@ def test_trouble_may_be_an_error(kind: str):
         assert torch.equal(old, new)
     with pytest.raises(ValueError, match="on_trouble is 'no', expected 'skip' or 'raise'"):
         small(kind, on_trouble="no")
+
+
+@pytest.mark.parametrize("name", ["policy", "critic"])
+def test_networks_without_a_shape_are_refused_by_name(name: str) -> None:
+    networks: dict[str, Any] = {"policy": None, name: nn.LazyLinear(2)}
+    with pytest.raises(ValueError, match=f"{name} is lazy: run one forward pass"):
+        ng.TRPO(env=Walk(), **networks)
