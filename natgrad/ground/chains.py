@@ -28,6 +28,7 @@ from natgrad.ground.jets import (
     start_jets,
     wrap_jets,
 )
+from natgrad.ground.pure import Hook
 from natgrad.ground.spaces import Params
 
 Function = Callable[[Tensor], Tensor]
@@ -238,7 +239,7 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether something may change what goes in or comes out; this library's own hooks pass over such calls."""
     open_module: Any = module  # torch has no public list of hooks
     hooks = [*open_module._forward_hooks.values(), *open_module._forward_pre_hooks.values()]
-    return any(not type(hook).__module__.startswith("natgrad.") for hook in hooks)
+    return not all(map(Hook.stands_behind, hooks))
 
 
 def passes_through(part: nn.Module) -> bool:

@@ -95,6 +95,21 @@ def keep_gradient_mode(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+class Hook:
+    """A hook on a user's module. In a copied or pickled module Python's `nullcontext.__exit__` stands for it.
+
+    That takes any arguments and does nothing, so that the file of a whole model is read without natgrad.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext, "__exit__")
+
+    @staticmethod
+    def stands_behind(hook: object) -> bool:
+        """Whether a module's hook is one of this library's, or was before the module was copied."""
+        return isinstance(hook, Hook) or hook is nullcontext.__exit__
+
+
 # What a model keeps besides parameters: buffers, states and counters in attributes, generators of its own
 
 INTERNAL = frozenset(vars(nn.Module()))

@@ -12,33 +12,33 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.ground.densities import Density, Energy
+from natgrad.ground.pure import Hook
 from natgrad.ground.spaces import Space
 from natgrad.ground.whole_tensors import is_split
 from natgrad.layers.kinds import Layer, known_layers, type_of
-from natgrad.layers.taps import Resume, Taps, refer_weakly, tap
+from natgrad.layers.taps import Resume, Taps, tap
 from natgrad.layers.traced import Traced, matrices_of, second_layers, traced_layers
 
 # their flags() also sets the precision of products, and warns where it cannot
 LIBRARIES: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
 
 
-class Unroll:
-    """Forward hooks of one recurrent module: before and after a pass. Those of a copied or pickled model do nothing.
+class Unroll(Hook):
+    """Forward pre-hook of one recurrent module: do without the fused kernels, in passes that are listened to.
 
     oneDNN runs an LSTM in float32, and cuDNN every recurrent module on a GPU, as one node of the graph. Without them
     torch takes one product with each matrix and step, to the same numbers up to round-off: what goes into a product
     and the derivative at it can then be read (`natgrad.layers.traced`).
 
     Args:
-        owner: Its `listens()` says whether the next pass is read; the hooks do not keep it alive. None: no pass is.
+        owner: Its `listens()` says whether the next pass is read; the hook does not keep it alive.
+        flags: Where those that were in force lie until the pass ends.
     """
 
-    def __init__(self, owner: Any = None) -> None:
-        self.owner = refer_weakly(owner)
-        self.flags: list[list[bool]] = []
+    def __init__(self, owner: Any, flags: list[list[bool]]) -> None:
+        self.owner, self.flags = weakref.ref(owner), flags
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Do without the fused kernels, in passes that are listened to."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         owner = self.owner()
         if owner is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not owner.listens():
             return
@@ -48,14 +48,17 @@ class Unroll:
         for library in LIBRARIES:
             library.enabled = False
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Take them again, after an exception too."""
+
+class Fuse(Hook):
+    """Forward hook of that module: take the fused kernels again, after an exception too."""
+
+    def __init__(self, flags: list[list[bool]]) -> None:
+        self.flags = flags
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.flags:
             for library, enabled in zip(LIBRARIES, self.flags.pop(), strict=True):
                 library.enabled = enabled
-
-    def __reduce__(self) -> tuple[type[Unroll], tuple[()]]:
-        return Unroll, ()
 
 
 # What there is to listen to in a model: layers, matrices that no layer's own call explains, and the graph's leaves
@@ -126,9 +129,9 @@ class ModelLayers:
         handles = []
         for module in dict.fromkeys(layer.module for layer in self.matrices if layer.module is not None):
             if type_of(module) in (nn.RNN, nn.LSTM, nn.GRU):
-                hook = Unroll(owner)
-                handles.append(module.register_forward_pre_hook(hook.before))
-                handles.append(module.register_forward_hook(hook.after, always_call=True))
+                flags = list[list[bool]]()
+                handles.append(module.register_forward_pre_hook(Unroll(owner, flags)))
+                handles.append(module.register_forward_hook(Fuse(flags), always_call=True))
         return handles
 
     def hook(self, model: nn.Module, taps: Taps, leaves: GraphLeaves) -> list[RemovableHandle]:
@@ -190,11 +193,11 @@ class GraphLeaves(Mapping[str, Tensor]):
         return len(self.named)
 
 
-class LeafListener:
+class LeafListener(Hook):
     """Forward pre-hook of one module, of modules, their keys and the names of their parameters in the model."""
 
-    def __init__(self, leaves: GraphLeaves | None = None, held: Iterable[tuple[nn.Module, str, str]] = ()) -> None:
-        self.leaves = refer_weakly(leaves)
+    def __init__(self, leaves: GraphLeaves, held: Iterable[tuple[nn.Module, str, str]]) -> None:
+        self.leaves = weakref.ref(leaves)
         self.held = [(weakref.ref(module), key, name) for module, key, name in held]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -205,6 +208,3 @@ class LeafListener:
             leaf = getattr(part(), key, leaves.named[name])
             if leaf is not leaves.named[name]:  # else it lies in its parts now, and may have been whole before
                 leaves.found[name] = leaf
-
-    def __reduce__(self) -> tuple[type[LeafListener], tuple[()]]:
-        return LeafListener, ()

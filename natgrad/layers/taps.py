@@ -11,23 +11,22 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.ground.pure import is_evaluating, is_transformed, refuse_jagged, run_alone, version_of
+from natgrad.ground.pure import Hook, is_evaluating, is_transformed, refuse_jagged, run_alone, version_of
 from natgrad.ground.whole_tensors import any_split, gather_whole, is_split
 from natgrad.layers.kinds import Layer
 
-T = TypeVar("T")
 Record = tuple[int, Tensor, Tensor]
 
 
@@ -276,16 +275,11 @@ class Taps:
         return everywhere, at_calls, at_leaves
 
 
-def refer_weakly(thing: T | None) -> Callable[[], T | None]:
-    """What gives the thing as long as somebody else holds it; None gives None."""
-    return (lambda: None) if thing is None else weakref.ref(thing)
+class Tapped(Hook):
+    """Forward hook of one module, the layer number `place` of the taps."""
 
-
-class Tapped:
-    """Forward hook of one module, the layer number `place` of the taps. That of a copied model records nothing."""
-
-    def __init__(self, taps: Taps | None = None, layer: Layer | None = None, place: int = 0) -> None:
-        self.taps, self.layer, self.place = refer_weakly(taps), refer_weakly(layer), place
+    def __init__(self, taps: Taps, layer: Layer, place: int) -> None:
+        self.taps, self.layer, self.place = weakref.ref(taps), weakref.ref(layer), place
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
         if not (isinstance(output, Tensor) and output.requires_grad and args and isinstance(args[0], Tensor)):
@@ -303,9 +297,6 @@ class Tapped:
             refuse_jagged([args[0]], f"the input of the layer of {layer.layout.names[0]!r}")
             taps.calls.append(Tap.of(layer, args[0], output))
         return None
-
-    def __reduce__(self) -> tuple[type[Tapped], tuple[()]]:
-        return Tapped, ()
 
 
 def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
@@ -341,11 +332,11 @@ def record_calls(layers: Mapping[nn.Module, Layer]) -> Generator[list[Tap]]:
                 handle.remove()
 
 
-class Resume:
-    """Forward pre-hook of the model: a new pass begins. A copied or pickled model carries one that does nothing."""
+class Resume(Hook):
+    """Forward pre-hook of the model: a new pass begins."""
 
-    def __init__(self, taps: Taps | None = None) -> None:
-        self.taps = refer_weakly(taps)
+    def __init__(self, taps: Taps) -> None:
+        self.taps = weakref.ref(taps)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
@@ -353,9 +344,6 @@ class Resume:
         taps = self.taps()
         if taps is not None and not is_evaluating() and not is_transformed(islice(module.parameters(), 1)):
             taps.resume()
-
-    def __reduce__(self) -> tuple[type[Resume], tuple[()]]:
-        return Resume, ()
 
 
 class Release:

@@ -21,6 +21,7 @@ from natgrad.ground.graph_nodes import LINEAR, PRODUCTS, kind_of, leaf_of
 from natgrad.ground.pure import (
     Call,
     HeldState,
+    Hook,
     Passes,
     RandomState,
     Select,
@@ -917,17 +918,17 @@ class Counter:
             recall.goes_backward(self.loss, gradient)
 
 
-class Listener:
-    """Forward pre-hook that tells a `Recall` about training passes. A copied or pickled model carries a deaf one.
+class Listener(Hook):
+    """Forward pre-hook that tells a `Recall` about training passes.
 
     Args:
-        recall: What it tells; None for a hook that does nothing.
+        recall: What it tells.
         traceable: True to do nothing inside a compiled graph too, where it would break the graph.
         in_eval: True if passes in evaluation mode are for training too.
     """
 
-    def __init__(self, recall: Recall | None = None, traceable: bool = False, in_eval: bool = False) -> None:
-        self.recall = None if recall is None else weakref.ref(recall)
+    def __init__(self, recall: Recall, traceable: bool, in_eval: bool) -> None:
+        self.recall = weakref.ref(recall)
         self.traceable, self.in_eval = traceable, in_eval
         self.record = keep_uncompiled(Recall.record_pass)  # it looks into attributes of any kind
         self.ending: Any = None
@@ -935,7 +936,7 @@ class Listener:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         if kwargs is None or (self.traceable and torch.compiler.is_compiling()):
             return  # torch calls a hook without them that came off while it went through the hooks
-        recall = None if self.recall is None else self.recall()
+        recall = self.recall()
         if recall is None or is_evaluating():
             return
         call = Call(args, dict(kwargs))
@@ -957,11 +958,8 @@ class Listener:
             self.ending.remove()
             self.ending = None
 
-    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
-        return Listener, ()
 
-
-class Ending:
+class Ending(Hook):
     """Forward hook of one pass: writes the pass into the graph of what it returned, and goes."""
 
     def __init__(self, listener: Listener, recall: Recall, passed: RecordedPass | None) -> None:
@@ -973,16 +971,6 @@ class Ending:
             listener.remove()
         if recall is not None:
             recall.record_outputs(outputs, self.passed)
-
-    def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:
-        return Deaf, ()
-
-
-class Deaf:
-    """What a copied model carries in place of a hook of its original."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """Nothing."""
 
 
 def listen(model: nn.Module, recall: Recall, *, traceable: bool = False, in_eval: bool = False) -> Any:

@@ -6,8 +6,11 @@ import copy
 import functools
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
+from natgrad.ground.chains import read_chain
 
 
 def test_detach_takes_the_hook_off() -> None:
@@ -153,6 +157,40 @@ def test_a_model_travels_while_an_optimizer_is_attached(travel: str) -> None:
     own = build(twin)
     iterate(own, twin, X, Y)
     assert own.state_report().step == 1
+
+
+WITHOUT_NATGRAD = """
+import sys
+sys.modules["natgrad"] = None  # an import of it is an error
+import torch
+for model, x, expected in torch.load(sys.argv[1], weights_only=False):
+    torch.testing.assert_close(model(x), expected)
+"""
+
+
+def test_the_file_of_a_model_that_is_listened_to_is_read_without_natgrad(tmp_path: Path) -> None:
+    recurrent, perceptron, broken_off = nn.RNN(3, 3).double(), net(), net()
+    opts = [
+        ng.kfac(recurrent, CE, outputs=lambda out: out[0]),
+        ng.kfac(perceptron, CE),
+        ng.hessian_free(broken_off, CE),
+    ]
+    iterate(opts[1], perceptron, X, Y)
+    with pytest.raises(RuntimeError):
+        broken_off(X[:, :2])
+    models = [recurrent, perceptron, broken_off]
+    assert all(map(count_hooks, models))
+    torch.save([(model, X, copy.deepcopy(model)(X)) for model in models], tmp_path / "models.pt")
+    subprocess.run([sys.executable, "-c", WITHOUT_NATGRAD, str(tmp_path / "models.pt")], check=True, timeout=300)
+
+
+def test_copies_of_hooks_change_nothing_that_natgrad_sees() -> None:
+    energy = nn.Sequential(nn.Linear(3, 4), nn.Softplus(), nn.Linear(4, 1)).double()
+    opt = ng.kfac(energy, nn.MSELoss())
+    assert count_hooks(energy) > 0
+    assert read_chain(energy) is not None
+    assert read_chain(copy.deepcopy(energy)) is not None
+    opt.detach()
 
 
 # an optimizer that is pickled with the model that it listens to goes on there as it would have gone on here
