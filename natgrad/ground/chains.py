@@ -231,7 +231,7 @@ def flatten_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
     if type(module) is not nn.Sequential or has_hooks(module):
         yield prefix, module
         return
-    for name, child in module.named_children():
+    for name, child in vars(module)["_modules"].items():  # `named_children` leaves out a part's second use
         yield from flatten_parts(child, f"{prefix}{name}.")
 
 

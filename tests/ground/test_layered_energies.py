@@ -25,6 +25,14 @@ def deep(activation: Callable[[], nn.Module] = nn.Tanh, inputs: int = 3) -> nn.M
     return build_seeded(outer)
 
 
+def use_parts_again() -> nn.Module:
+    """One activation after every layer, and a block without parameters in two places."""
+    act, block = nn.Tanh(), nn.Sequential(nn.Softplus(), nn.Identity())
+    return nn.Sequential(
+        nn.Linear(3, 5), act, nn.Linear(5, 5), block, nn.Linear(5, 4), act, nn.Linear(4, 4), block, nn.Linear(4, 1)
+    )
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "two hidden layers": energy_net,
     "deep": deep,
@@ -32,6 +40,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "activation first": lambda: build_seeded(lambda: nn.Sequential(nn.Tanh(), nn.Linear(3, 1))),
     "activation last": lambda: build_seeded(lambda: nn.Sequential(nn.Linear(3, 1), nn.Softplus())),
     "an activation of one's own": lambda: deep(Sine),
+    "parts that are used again": lambda: build_seeded(use_parts_again),
     "one hidden layer": lambda: build_seeded(lambda: nn.Sequential(nn.Linear(3, 7), nn.SiLU(), nn.Linear(7, 1))),
 }
 

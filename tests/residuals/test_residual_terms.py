@@ -37,9 +37,13 @@ class Fourier(nn.Module):
         return torch.cat([torch.sin(x @ self.waves), torch.cos(x @ self.waves)], -1)
 
 
+TANH = nn.Tanh()
+
+
 @pytest.mark.parametrize(
     "net",
     [
+        nn.Sequential(nn.Linear(2, 5), TANH, nn.Linear(5, 5), TANH, nn.Linear(5, 2)).double(),  # one module, used twice
         nn.Sequential(Fourier(), *perceptron(6, 5, 2)),
         HardConstraint(perceptron(2, 5, 2), lambda x: x[:, :1] * (1 - x[:, 1:]), lambda x: torch.sin(x)),
         HardConstraint(
