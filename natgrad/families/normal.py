@@ -109,8 +109,9 @@ class DiagonalNormal(NormalFamily):
         """1/2 sum_i [v / w - 1 - log(v / w) + (mu - nu)^2 / w], the gaps computed from the differences of theta."""
         (linear, half), (_, goal) = (self.check(each).split(self.d, dim=-1) for each in (theta, other))
         moved, turned = (other - theta).split(self.d, dim=-1)
-        away = moved - turned * linear / half  # (nu - mu) / w
-        return (0.5 * ratio_gap(-goal, -half, -turned) - 0.25 * away.square() / goal).sum(-1)
+        away = moved - turned * (linear / half)  # (nu - mu) / w
+        # no product of more than two powers of a deviation: of 1e110, a third one would be lost to underflow
+        return (0.5 * ratio_gap(-goal, -half, -turned) - 0.25 * away * (away / goal)).sum(-1)
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         mean, centred = centre_varying(x)
@@ -178,11 +179,11 @@ class DiagonalNormal(NormalFamily):
     def _forward(self, mean: Tensor, v: Tensor, tangent: Tensor) -> Tensor:
         a, b = tangent.split(self.d, dim=-1)
         moved = v * (a + 2 * mean * b)  # d mu
-        return torch.cat([moved, 2 * mean * moved + 2 * v.square() * b], dim=-1)
+        return torch.cat([moved, 2 * mean * moved + 2 * v * (v * b)], dim=-1)
 
     def _backward(self, mean: Tensor, v: Tensor, tangent: Tensor) -> Tensor:
         a, b = tangent.split(self.d, dim=-1)
-        half = (b - 2 * mean * a) / (2 * v.square())  # d (-1 / (2 v)), as d v = b - 2 mu a
+        half = (b - 2 * mean * a) / v / (2 * v)  # d (-1 / (2 v)), as d v = b - 2 mu a
         return torch.cat([a / v - 2 * mean * half, half], dim=-1)
 
 

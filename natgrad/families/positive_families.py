@@ -421,7 +421,7 @@ class InverseGaussian(ExponentialFamily):
         crossed = (
             theta[..., 1] * away[..., 0] - away[..., 1] * theta[..., 0]
         )  # of mu^2 - mu'^2 = theta_2 / theta_1 - ...
-        gap = crossed / (theta[..., 0] * other[..., 0]) / (mean + other_mean)
+        gap = crossed / theta[..., 0] / other[..., 0] / (mean + other_mean)
         return 0.5 * ratio_gap(other_shape, shape, -2 * away[..., 1]) + other_shape * (gap / other_mean).square() / (
             2 * mean
         )

@@ -392,10 +392,10 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
     if factor.failed:  # negative eigenvalues, unless it is not finite
         indefinite = rhs.dim() == 1 and all_finite(damped)
         return solve_symmetric(damped, rhs) if indefinite else torch.full_like(rhs, torch.nan)
-    pivots = factor.lower.diagonal().square()
-    # a lost rank shows as a pivot at round-off level (100: pivots of singular matrices were seen up to 30 n eps)
-    singular = pivots.min() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * pivots.max()
-    if factor.rung > 0 or bool(singular):
+    # a lost rank shows as a pivot at the round-off level of its own diagonal entry, from which the others were
+    # subtracted (100: up to 30 n eps were seen); beside the largest pivot it shows the units of the entries
+    singular = factor.lower.diagonal().square() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * damped.diagonal()
+    if factor.rung > 0 or bool(singular.any()):
         return pseudo_solve(damped, rhs)
     return factor.solve(rhs)
 

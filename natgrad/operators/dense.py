@@ -15,7 +15,6 @@ from natgrad.ground.linalg import (
     inverse_symmetric,
     positive_inverse,
     psd_root,
-    pseudo_solve,
     pseudo_square,
     solve_psd,
     symmetrise,
@@ -85,8 +84,7 @@ class DenseOperator(Operator, packed_as="Dense"):
         if self.indefinite:
             return DenseOperator(inverse_symmetric(self.matrix, damping), indefinite=True)
         unit = torch.eye(self.size, dtype=self.dtype, device=self.device)
-        inverse = solve_psd(self.matrix, unit, damping) if damping else pseudo_solve(self.matrix, unit)
-        return DenseOperator.from_symmetric(symmetrise(inverse))
+        return DenseOperator.from_symmetric(symmetrise(solve_psd(self.matrix, unit, damping)))
 
     def diagonal(self) -> Tensor:
         return self.matrix.diagonal().clone()

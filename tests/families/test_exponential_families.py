@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -251,3 +252,52 @@ def test_the_bregman_divergence_of_psi_is_the_kl_with_its_arguments_swapped():
     assert_close(NORMAL.bregman(theta, other), expected)
     assert_close(NORMAL.bregman(theta, other), NORMAL.kl(other, theta))
     assert abs(float(NORMAL.bregman(theta, other) - NORMAL.kl(theta, other))) > 1e-3
+
+
+UNITS = {  # families closed under a change of the unit of x: a distribution of that scale, and the entries of x
+    "Normal": (ng.Normal(), lambda c: ng.Normal().from_mean_std(tensor(c), tensor(2 * c)), 1),
+    "DiagonalNormal": (
+        DiagonalNormal(2),
+        lambda c: DiagonalNormal(2).from_mean_std(tensor([c, -c]), tensor([c, 2 * c])),
+        2,
+    ),
+    "MultivariateNormal": (
+        ng.MultivariateNormal(1),
+        lambda c: ng.MultivariateNormal(1).from_mean_covariance(tensor([c]), tensor([[4 * c * c]])),
+        1,
+    ),
+    "Gamma": (ng.Gamma(), lambda c: tensor([1.5, -2 / c]), 1),
+    "InverseGamma": (InverseGamma(), lambda c: tensor([1.5, -2 * c]), 1),
+    "InverseGaussian": (InverseGaussian(), lambda c: InverseGaussian().from_mean_shape(tensor(c), tensor(3 * c)), 1),
+}
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e5, 1e9])
+@pytest.mark.parametrize("name", UNITS)
+def test_the_fisher_matrix_does_not_depend_on_the_unit_of_x(name, unit):
+    family, make, _ = UNITS[name]
+
+    def measure(unit: float) -> Tensor:
+        theta, other = make(unit), make(1.25 * unit)
+        slope, fisher = torch.func.grad(family.kl)(theta, other), family.fisher(theta)
+        steps = [
+            fisher.inverse(0.0) @ slope,
+            ng.Direct().solve(fisher, slope).value,
+            ng.Auto().solve(fisher, slope).value,
+        ]
+        steps.append(ng.families.Natural(family).natural_gradient(theta, slope))
+        return torch.stack([theta @ (fisher @ theta), *(step @ slope for step in steps)])
+
+    assert_close(measure(unit), measure(1.0), rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("unit", [1e-120, 1e-60, 1e60, 1e120])
+@pytest.mark.parametrize("name", UNITS)
+def test_kl_and_entropy_do_not_depend_on_the_unit_of_x(name, unit):
+    family, make, size = UNITS[name]
+
+    def measure(unit: float) -> Tensor:
+        theta, other = make(unit), make(1.25 * unit)
+        return torch.stack([family.kl(theta, other), family.entropy(theta) - size * math.log(unit)])
+
+    assert_close(measure(unit), measure(1.0), rtol=1e-8, atol=0)

@@ -152,3 +152,17 @@ def test_solutions_do_not_depend_on_the_units(name: str, rank: int, damping: flo
             solution = natural_gradient(operator, scale * rhs.float(), solver=solver, damping=unit * damping)
             value = solution.value.double() * unit / scale
             assert (value - expected).norm() < 1e-3 * expected.norm(), f"{solution.status} for {operator}, b {scale:g}"
+
+
+@pytest.mark.parametrize("solver", [Direct(), Auto()])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("unit", [1e-12, 1e-5, 1e5, 1e12])
+def test_a_definite_matrix_is_solved_in_any_units_of_its_entries(solver: Solver, dtype: torch.dtype, unit: float):
+    """Parameters of different units have a badly scaled matrix, in which no direction is lost."""
+    base = draw(3, 3)
+    matrix, rhs = base @ base.mT + torch.eye(3, dtype=F64), draw(3)
+    units = torch.tensor([1.0, unit, unit**-0.5], dtype=F64)
+    G, b = DenseOperator((units * matrix * units.unsqueeze(1)).to(dtype)), (units * rhs).to(dtype)
+    expected = torch.linalg.solve(matrix, rhs)
+    for value in (solver.solve(G, b).value, G.inverse(0.0) @ b):
+        torch.testing.assert_close(units * value.double(), expected, rtol=1e3 * torch.finfo(dtype).eps, atol=0)
