@@ -248,161 +248,55 @@ __all__ = [
 ]
 
 HOMES = {
-    "natgrad": (
-        "callbacks",
-        "energies",
-        "estimation",
-        "families",
-        "flows",
-        "geometry",
-        "ground",
-        "helmholtz",
-        "layers",
-        "metrics",
-        "operators",
-        "optim",
-        "policy",
-        "residuals",
-        "rules",
-        "search",
-        "solvers",
-        "structures",
-        "variational",
-        "vmc",
-    ),
-    "natgrad.energies": (
-        "Boltzmann",
-        "GaussMarkov",
-        "denoising_score_matching_loss",
-        "ratio_matching_loss",
-        "score_matching_loss",
-        "sliced_score_matching_loss",
-    ),
-    "natgrad.estimation": ("maximize_likelihood", "standard_errors"),
-    "natgrad.families": (
-        "Bernoulli",
-        "Beta",
-        "Categorical",
-        "DiagonalGaussian",
-        "Dirichlet",
-        "Exponential",
-        "ExponentialFamily",
-        "Gamma",
-        "Gaussian",
-        "GaussianPosterior",
-        "Heads",
-        "HeteroscedasticGaussian",
-        "Ising",
-        "Likelihood",
-        "LogDensity",
-        "MarkovField",
-        "Masked",
-        "Multinomial",
-        "MultivariateNormal",
-        "Normal",
-        "Poisson",
-        "Product",
-        "SubModel",
-        "exact_natural_gradient_of_mean",
-        "likelihood",
-        "natural_gradient_of_mean",
-    ),
-    "natgrad.flows": ("show_descent",),
-    "natgrad.ground.densities": ("Density", "Score"),
-    "natgrad.ground.derivatives": ("exact_derivatives",),
-    "natgrad.ground.spaces": ("Space", "positive", "trainable"),
-    "natgrad.helmholtz": ("HelmholtzMachine", "NaturalWakeSleep", "WakeSleep"),
-    "natgrad.layers": ("recalibrate",),
-    "natgrad.metrics": (
-        "Langevin",
-        "Metric",
-        "covariance",
-        "divergence",
-        "empirical_fisher",
-        "fisher",
-        "gauss_newton",
-        "hessian",
-        "kl",
-        "observed_fisher",
-        "ratio_metric",
-        "sampled_fisher",
-        "score_metric",
-        "transport_metric",
-    ),
-    "natgrad.operators": ("Operator",),
-    "natgrad.optim": (
-        "MirrorDescent",
-        "NaturalGradient",
-        "StructuredNaturalGradient",
-        "ang",
-        "diagonal",
-        "ekfac",
-        "hessian_free",
-        "kfac",
-        "krylov_subspace",
-        "load_checkpoint",
-        "natgrad_cg",
-        "natural_gradient",
-        "online_ng",
-        "report_sharing",
-        "save_checkpoint",
-        "tonga",
-        "unitwise",
-    ),
-    "natgrad.policy": ("NaturalPolicyGradient", "TRPO"),
-    "natgrad.residuals": ("biharmonic", "divergence_of", "grad", "jacobian", "laplacian", "time_derivative"),
-    "natgrad.rules": (
-        "Constant",
-        "Damping",
-        "LevenbergMarquardt",
-        "LineSearch",
-        "MeasuredLength",
-        "Momentum",
-        "OnlineRadius",
-        "Rate",
-        "Relative",
-        "Rule",
-        "SubspaceSearch",
-        "TrustRegion",
-    ),
-    "natgrad.search": ("BernoulliSearch", "GaussianSearch", "MarkovSearch", "minimize"),
-    "natgrad.solvers": (
-        "Auto",
-        "CG",
-        "Direct",
-        "KrylovSubspace",
-        "LeastSquares",
-        "MinresQLP",
-        "SampleSpace",
-        "Solution",
-        "Solver",
-        "Status",
-    ),
-    "natgrad.structures": (
-        "AdaptiveInverse",
-        "Averaged",
-        "Blocks",
-        "Dense",
-        "Diagonal",
-        "DiagonalPreconditioner",
-        "EigenKronecker",
-        "Empirical",
-        "EmpiricalPreconditioner",
-        "Exact",
-        "ExactLabels",
-        "FirstOrder",
-        "Kronecker",
-        "LowRankCovariance",
-        "OnlineLowRank",
-        "Preconditioner",
-        "Sampled",
-        "Structure",
-        "UnitWise",
-        "Update",
-        "Woodbury",
-    ),
-    "natgrad.variational": ("variational_low_rank", "variational_mixture"),
-    "natgrad.vmc": ("LogAmplitude", "stochastic_reconfiguration"),
+    home: names.split()
+    for home, names in {
+        "natgrad": (
+            "callbacks energies estimation families flows geometry ground helmholtz layers metrics operators optim "
+            "policy residuals rules search solvers structures variational vmc"
+        ),
+        "natgrad.energies": (
+            "Boltzmann GaussMarkov denoising_score_matching_loss ratio_matching_loss score_matching_loss "
+            "sliced_score_matching_loss"
+        ),
+        "natgrad.estimation": "maximize_likelihood standard_errors",
+        "natgrad.families": (
+            "Bernoulli Beta Categorical DiagonalGaussian Dirichlet Exponential ExponentialFamily Gamma Gaussian "
+            "GaussianPosterior Heads HeteroscedasticGaussian Ising Likelihood LogDensity MarkovField Masked "
+            "Multinomial MultivariateNormal Normal Poisson Product SubModel exact_natural_gradient_of_mean likelihood "
+            "natural_gradient_of_mean"
+        ),
+        "natgrad.flows": "show_descent",
+        "natgrad.ground.densities": "Density Score",
+        "natgrad.ground.derivatives": "exact_derivatives",
+        "natgrad.ground.spaces": "Space positive trainable",
+        "natgrad.helmholtz": "HelmholtzMachine NaturalWakeSleep WakeSleep",
+        "natgrad.layers": "recalibrate",
+        "natgrad.metrics": (
+            "Langevin Metric covariance divergence empirical_fisher fisher gauss_newton hessian kl observed_fisher "
+            "ratio_metric sampled_fisher score_metric transport_metric"
+        ),
+        "natgrad.operators": "Operator",
+        "natgrad.optim": (
+            "MirrorDescent NaturalGradient StructuredNaturalGradient ang diagonal ekfac hessian_free kfac "
+            "krylov_subspace load_checkpoint natgrad_cg natural_gradient online_ng report_sharing save_checkpoint "
+            "tonga unitwise"
+        ),
+        "natgrad.policy": "NaturalPolicyGradient TRPO",
+        "natgrad.residuals": "biharmonic divergence_of grad jacobian laplacian time_derivative",
+        "natgrad.rules": (
+            "Constant Damping LevenbergMarquardt LineSearch MeasuredLength Momentum OnlineRadius Rate Relative Rule "
+            "SubspaceSearch TrustRegion"
+        ),
+        "natgrad.search": "BernoulliSearch GaussianSearch MarkovSearch minimize",
+        "natgrad.solvers": "Auto CG Direct KrylovSubspace LeastSquares MinresQLP SampleSpace Solution Solver Status",
+        "natgrad.structures": (
+            "AdaptiveInverse Averaged Blocks Dense Diagonal DiagonalPreconditioner EigenKronecker Empirical "
+            "EmpiricalPreconditioner Exact ExactLabels FirstOrder Kronecker LowRankCovariance OnlineLowRank "
+            "Preconditioner Sampled Structure UnitWise Update Woodbury"
+        ),
+        "natgrad.variational": "variational_low_rank variational_mixture",
+        "natgrad.vmc": "LogAmplitude stochastic_reconfiguration",
+    }.items()
 }
 """Where names that are asked for here lie: the folders, and what each supplies."""
 EARLIER = {"natgrad": (*HOMES["natgrad"], "applications")}  # not in dir(): who asks for it is warned
