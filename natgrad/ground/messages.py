@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from html import escape
@@ -27,10 +27,8 @@ def write_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-class Columns:
-    """Lists of equal length by name, with one entry per update or generation: `history["kl"]`, `dict(history)`.
-
-    It is read as a dict of lists is, but for its length: `len(history)` counts the entries.
+class Columns(dict[str, list[Any]]):
+    """Lists of equal length by name, with one entry per update or generation: `len(history)` counts the entries.
 
     Args:
         names: Of the lists; the first has an entry for each.
@@ -38,43 +36,17 @@ class Columns:
     """
 
     def __init__(self, names: Iterable[str], entries: str) -> None:
-        self._columns: dict[str, list[Any]] = {name: [] for name in names}
-        self._entries = entries
+        super().__init__((name, []) for name in names)
+        self.entries = entries
 
-    def __getitem__(self, name: str) -> list[Any]:
-        if name not in self._columns:
-            raise KeyError(f"{name!r} is no list of this history, expected one of {', '.join(self._columns)}")
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def keys(self) -> KeysView[str]:
-        """The names of the lists."""
-        return self._columns.keys()
-
-    def values(self) -> ValuesView[list[Any]]:
-        """The lists."""
-        return self._columns.values()
-
-    def items(self) -> ItemsView[str, list[Any]]:
-        """The names, each with its list."""
-        return self._columns.items()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A list, or something else where there is none of that name.
-
-        Args:
-            name: Of the list.
-            default: What stands for one that is not there.
-        """
-        return self._columns.get(name, default)
+    def __missing__(self, name: str) -> list[Any]:
+        raise KeyError(f"{name!r} is no list of this history, expected one of {', '.join(self)}")
 
     def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
+        return len(next(iter(self.values())))
 
     def __repr__(self) -> str:
-        return f"History of {len(self)} {self._entries}: {', '.join(self._columns)}"
+        return f"History of {len(self)} {self.entries}: {', '.join(self)}"
 
     def _repr_html_(self) -> str:
         last = range(max(0, len(self) - 10), len(self))
@@ -83,11 +55,11 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """The names of the lists."""
-        return list(self._columns)
+        return list(self)
 
     def state_dict(self) -> dict[str, list[Any]]:
         """The lists, for a checkpoint."""
-        return {name: list(column) for name, column in self._columns.items()}
+        return {name: list(column) for name, column in self.items()}
 
     def load_state_dict(self, state: dict[str, list[Any]]) -> None:
         """Go on from a checkpoint.
@@ -95,7 +67,8 @@ class Columns:
         Args:
             state: What `state_dict` returned.
         """
-        self._columns = {name: list(column) for name, column in state.items()}
+        self.clear()
+        self.update((name, list(column)) for name, column in state.items())
 
 
 def write_choices(thing: Any, **choices: Any) -> str:

@@ -516,14 +516,14 @@ class LearningHistory(Columns):
         Raises:
             ValueError: Unless every column has its value.
         """
-        if set(row) != set(self._columns):
-            raise ValueError(f"row has {sorted(row)}, expected {sorted(self._columns)}")
+        if set(row) != set(self):
+            raise ValueError(f"row has {sorted(row)}, expected {sorted(self)}")
         for name, value in row.items():
-            self._columns[name].append(value)
+            self[name].append(value)
 
     def last(self) -> dict[str, Any]:
         """The last update's numbers."""
-        return {name: column[-1] for name, column in self._columns.items()}
+        return {name: column[-1] for name, column in self.items()}
 
     def plot(self) -> Any:
         """A matplotlib figure: return, KL against what was predicted, entropy, explained variance, over steps.

@@ -103,7 +103,7 @@ class ResidualHistory(Columns):
             loss: The weighted sum.
             terms: Name -> mean square of the term; NaN for those that are not given.
         """
-        for name, column in self._columns.items():
+        for name, column in self.items():
             column.append(loss if name == "loss" else terms.get(name, math.nan))
 
 

@@ -447,8 +447,8 @@ class SearchHistory(Columns):
         """
         length = len(self)
         for name, value in measures.items():
-            self._columns.setdefault(name, [None] * length).append(value)
-        for column in self._columns.values():
+            self.setdefault(name, [None] * length).append(value)
+        for column in self.values():
             if len(column) == length:
                 column.append(None)
 
