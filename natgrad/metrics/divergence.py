@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from natgrad.families import Likelihood
-from natgrad.ground.linalg import symmetrise
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Call, Model, PureModel, RandomState, as_call
-from natgrad.ground.spaces import Params, Space, check_parameters
-from natgrad.ground.typed_torch import measure_norm
+from natgrad.ground.spaces import Params, check_parameters
 from natgrad.metrics.base import Metric, explain_at
-from natgrad.operators import DenseOperator
+from natgrad.operators import Curvature, DenseOperator
 
 Divergence = Callable[[Params, Params, Any], Tensor]
 
@@ -83,28 +81,16 @@ class DivergenceMetric(Metric):
     @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> DenseOperator:
         check_parameters(params)
-        space = Space(params)
         fixed = {name: p.detach() for name, p in params.items()}
-        with torch.enable_grad(), (random or RandomState.capture(space.device)).replay():
-            point = space.flatten(fixed).requires_grad_()
-            data = inputs.unwrap() if isinstance(inputs, Call) else inputs
-            value = self.d(fixed, space.unflatten(point), data)
-            if not isinstance(value, Tensor) or value.dim() != 0 or not value.requires_grad:
-                raise ValueError(
-                    "d(params, other, inputs) must return a scalar tensor that depends on `other` differentiably; it "
-                    f"returned {value!r}"
-                )
-            (gradient,) = torch.autograd.grad(value, point, create_graph=True)
-            rows = [
-                torch.autograd.grad(gradient, point, unit, retain_graph=True)[0]
-                for unit in torch.eye(len(point)).to(point)
-            ]
-        matrix = symmetrise(torch.stack(rows))
-        tolerance = torch.finfo(point.dtype).eps ** 0.5 * (1 + matrix.abs().max())
-        if not bool(value.abs() <= tolerance) or not bool(gradient.abs().max() <= tolerance):
+        data = inputs.unwrap() if isinstance(inputs, Call) else inputs
+        with (random or RandomState.capture(next(iter(fixed.values())).device)).replay():
+            curvature = Curvature(lambda other: self.d(fixed, other, data), fixed, name="d(params, other, inputs)")
+        matrix = curvature.dense()
+        tolerance = torch.finfo(matrix.dtype).eps ** 0.5 * float(1 + matrix.abs().max())
+        value, steepest = float(curvature.value), float(curvature.gradient.abs().max())
+        if not (abs(value) <= tolerance and steepest <= tolerance):
             raise ValueError(
-                f"d(params, params) is {float(value.detach()):.3g}, its gradient's norm "
-                f"{float(measure_norm(gradient.detach())):.3g}, expected zero: d is not a divergence, or "
-                "draws at random"
+                f"d(params, params) is {value:.3g}, its gradient's largest entry {steepest:.3g}, expected zero: d is "
+                "not a divergence, or draws at random"
             )
-        return DenseOperator(matrix.detach())
+        return DenseOperator(matrix)

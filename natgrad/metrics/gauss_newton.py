@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -53,7 +53,7 @@ def gauss_newton(
         >>> torch.allclose(G.dense()[:4, :4], 2 * x.T @ x / 10, atol=1e-5)
         True
     """
-    own = isinstance(loss, functools.partial) or inspect.isroutine(loss)  # its own Hessian, even where it is known
+    own = isinstance(loss, partial) or inspect.isroutine(loss)  # its own Hessian, even where it is known
     criterion = Criterion(PlainOutputs(), cast("Loss", loss)) if own else read_loss(loss)
     kind = LossGaussNewton if isinstance(criterion.family, PlainOutputs) else GaussNewton
     return kind(model, criterion, outputs=outputs)
@@ -176,34 +176,23 @@ class LossOfParams:
 
 
 class LossHessian:
-    """H v of a scalar loss at given outputs, from one gradient graph that is kept."""
+    """The form of a scalar loss at given outputs: its Hessian there, of all rows together."""
 
     def __init__(self, loss: Loss, outputs: Tensor, targets: Any) -> None:
-        self.loss, self.targets = loss, targets
-        with torch.enable_grad():
-            self.point = outputs.detach().requires_grad_()
-            value = loss(self.point, targets)
-            if not isinstance(value, Tensor) or value.dim() != 0:
-                came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"loss returned {came}, expected a scalar tensor, the mean over the batch")
-            (self.gradient,) = torch.autograd.grad(value, self.point, create_graph=True)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has a graph of its own: a tensor's does not go with it."""
-        return type(self), (self.loss, self.point.detach(), self.targets)
+        self.curvature = Curvature(partial(evaluate_loss, loss, targets), {"outputs": outputs})
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
         """H t: (R, m) -> (R, m)."""
-        if not self.gradient.requires_grad:  # linear in the outputs: no curvature
-            return torch.zeros_like(tangents)
-        (image,) = torch.autograd.grad(
-            self.gradient, self.point, tangents.view(self.point.shape), retain_graph=True, materialize_grads=True
-        )
-        return image.reshape(tangents.shape)
+        return self.curvature.mv(tangents.reshape(-1)).view(tangents.shape)
 
     def root(self, outputs: Tensor) -> None:
         """No factor is known."""
         return None
+
+
+def evaluate_loss(loss: Loss, targets: Any, point: Params) -> Tensor:
+    """A loss as a function of the outputs."""
+    return loss(point["outputs"], targets)
 
 
 class PlainOutputs(Likelihood):

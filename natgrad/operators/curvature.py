@@ -24,6 +24,7 @@ class Curvature(Operator):
         function: f, params -> scalar tensor.
         params: The point, by name. It is copied, so that H stays that of this point.
         model: The module that f evaluates with these parameters in the place of its own, if it does.
+        name: What an error message calls f.
 
     Raises:
         ValueError: If the value is not a finite scalar, or does not depend on params.
@@ -34,7 +35,9 @@ class Curvature(Operator):
 
     facts = Facts(indefinite=True)
 
-    def __init__(self, function: Callable[[Params], Tensor], params: Params, model: object = None) -> None:
+    def __init__(
+        self, function: Callable[[Params], Tensor], params: Params, model: object = None, name: str = "the loss"
+    ) -> None:
         self.space, self.function, self.model = Space(params), function, model
         self.size, self.dtype, self.device = self.space.size, self.space.dtype, self.space.device
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
@@ -44,14 +47,14 @@ class Curvature(Operator):
                 value = function(self.leaves)
             if not isinstance(value, Tensor) or value.dim() != 0:
                 came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"the loss has {came}, expected a scalar tensor, the mean over the batch")
+                raise ValueError(f"{name} has {came}, expected a scalar tensor, such as the mean loss of a batch")
             if torch.is_inference_mode_enabled():
                 raise ValueError(UNRECORDED)
             if not value.requires_grad:
-                raise ValueError("the loss does not depend on params: look for a detach() in the model or the loss")
+                raise ValueError(f"{name} does not depend on params: look for a detach() in it, or in its model")
             if not bool(torch.isfinite(value)):
                 came = float(value.detach())
-                raise ValueError(f"the loss is {came} at params: look for a NaN in the inputs, or an overflow")
+                raise ValueError(f"{name} is {came} at params: look for a NaN in the inputs, or an overflow")
             check_followed(value, self.leaves, model, function)
             points = list(self.leaves.values())
             gradients = torch.autograd.grad(value, points, create_graph=True, materialize_grads=True)

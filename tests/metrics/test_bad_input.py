@@ -110,7 +110,7 @@ METRICS = {
     "loss that is no scalar": (
         at(gauss_newton(MODEL, lambda r, t: (r - t).square()), (X3, X3)),
         ValueError,
-        ("loss returned (4, 3)", "scalar"),
+        ("loss has shape (4, 3)", "scalar"),
     ),
     "weights of another length": (
         lambda: Pullback(fisher(MODEL, Categorical()).at(PARAMS, X3).linearization, Categorical(), torch.ones(3)),
