@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from natgrad.families.event_checks import check_width, show_shape
+from natgrad.families.event_checks import check_width
+from natgrad.ground.messages import show_shape
 
 Clique = tuple[int, ...]
 LARGEST = 2**22

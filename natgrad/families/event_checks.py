@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import factor_or_nan, is_concrete
-
-
-def show_shape(value: Any) -> str:
-    """The shape of a tensor, the type of anything else."""
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
-def show_dtype(value: Any) -> str:
-    """The dtype of a tensor, the type of anything else."""
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+from natgrad.ground.messages import show_dtype, show_shape
 
 
 def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.families.event_checks import show_dtype
 from natgrad.ground.checks import check_integer
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import (
@@ -20,7 +19,7 @@ from natgrad.ground.linalg import (
     solve_or_nan,
     symmetrise,
 )
-from natgrad.ground.messages import Explained
+from natgrad.ground.messages import Explained, show_dtype
 from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, DenseOperator, Operator
 

@@ -34,6 +34,7 @@ from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.ground.choices import Names, read_choice
 from natgrad.ground.linalg import is_concrete
+from natgrad.ground.messages import show_shape
 from natgrad.ground.pure import leaves
 
 KNOWN: dict[type[nn.Module], tuple[Any, Callable[[Any], Criterion]]] = {
@@ -466,8 +467,9 @@ def slope_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     def evaluate(at: Any) -> Tensor:
         value = loss(at, targets)
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"loss returned {came}, expected one number that depends on the outputs; reduce it")
+            raise ValueError(
+                f"loss returned {show_shape(value)}, expected one number that depends on the outputs; reduce it"
+            )
         return value.reshape(())
 
     return torch.cat([slope.reshape(-1) for slope in leaves(differentiate_outputs(evaluate, outputs))])

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from natgrad.families.event_checks import show_shape
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.ground.linalg import eigh, gram, require_solution, svd
+from natgrad.ground.messages import show_shape
 from natgrad.ground.pure import leave_autocast
 
 RIDGES = tuple(10.0**k for k in range(-7, 3))

@@ -20,8 +20,6 @@ from natgrad.families.event_checks import (
     check_width,
     floating_dtype,
     root_mean_square,
-    show_dtype,
-    show_shape,
     widen,
 )
 from natgrad.families.exponential import ExponentialFamily
@@ -38,6 +36,7 @@ from natgrad.families.symmetric_matrices import (
 )
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete, is_positive_definite
+from natgrad.ground.messages import show_dtype, show_shape
 from natgrad.ground.typed_torch import Map
 
 
@@ -572,9 +571,7 @@ class FixedMeanNormal(PrecisionNormal, Embedded):
     def _pull(self, covector: Tensor) -> Tensor:
         return covector[..., self.d :]
 
-    @in_double
-    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return super().log_prob(theta, x)
+    log_prob = in_double(Embedded.log_prob)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         return self.mean.to(theta) + super().draw(theta, count, generator)

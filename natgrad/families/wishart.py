@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, show_dtype, show_shape, widen
+from natgrad.families.event_checks import centre, check_rest, check_support, check_varies, widen
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.positive_families import log_gamma_draws
 from natgrad.families.special_functions import (
@@ -31,6 +31,7 @@ from natgrad.families.symmetric_matrices import (
     safe_factor,
 )
 from natgrad.ground.linalg import is_concrete, is_positive_definite
+from natgrad.ground.messages import show_dtype, show_shape
 from natgrad.ground.typed_torch import Map
 
 HALVINGS = 70

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.families import ExponentialFamily
 from natgrad.geometry.stable_functions import safe_sqrt
-from natgrad.ground.messages import Explained
+from natgrad.ground.messages import Explained, show_dtype
 
 SHORTENINGS = 50
 
@@ -199,8 +199,7 @@ class Manifold(Explained):
             ValueError: Unless it is inside.
         """
         if not isinstance(point, Tensor) or not point.is_floating_point():
-            came = point.dtype if isinstance(point, Tensor) else type(point).__name__
-            raise TypeError(f"a point of {self!r} is {came}, expected a floating-point tensor")
+            raise TypeError(f"a point of {self!r} is {show_dtype(point)}, expected a floating-point tensor")
         if point.dim() < self.event or not bool(self.inside(point.detach()).all()):
             raise ValueError(self._refusal(point))
         return point

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from natgrad.ground.chains import Affine, Features, LayerChain, read_chain
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import all_finite, is_concrete
-from natgrad.ground.messages import Explained, write_choices
+from natgrad.ground.messages import Explained, show_shape, write_choices
 from natgrad.ground.pure import Call, PureModel, check_call, full_precision, mixes_examples, run_detached
 from natgrad.ground.spaces import Params, check_parameters
 
@@ -163,10 +163,9 @@ class Plain(Density):
     def _one(self, params: Params, x: Tensor) -> Tensor:
         value = self.function(params, x)
         if not isinstance(value, Tensor) or value.dim() != 0:
-            came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"log_p(params, x) returned {came} for one example x of shape {tuple(x.shape)}, expected a scalar "
-                "tensor: the library batches it"
+                f"log_p(params, x) returned {show_shape(value)} for one example x of shape {tuple(x.shape)}, expected "
+                "a scalar tensor: the library batches it"
             )
         return value
 
@@ -217,10 +216,9 @@ def chain_of(module: nn.Module, state: Params, inputs: Tensor) -> LayerChain | N
 def read_energies(outputs: Any, count: int) -> Tensor:
     """An energy network's outputs as (b,). ValueError for another shape."""
     if not isinstance(outputs, Tensor) or outputs.shape not in ((count,), (count, 1)):
-        came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
-            f"the energy network returned {came} for {count} examples, expected one energy each: ({count},) or "
-            f"({count}, 1); log p(x) = -energy(x)"
+            f"the energy network returned {show_shape(outputs)} for {count} examples, expected one energy each: "
+            f"({count},) or ({count}, 1); log p(x) = -energy(x)"
         )
     return outputs.reshape(-1)
 
@@ -315,8 +313,9 @@ def check_density(density: Density, params: Params, inputs: Any) -> Tensor:
     """X as given, after the checks that every use of a density has. ValueError naming what is wrong."""
     check_parameters(params)
     if not isinstance(inputs, Tensor) or inputs.dim() < 2:
-        came = f"a tensor of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
-        raise ValueError(f"X is {came}, expected a tensor of examples (b, N); one example is X.unsqueeze(0)")
+        raise ValueError(
+            f"X has shape {show_shape(inputs)}, expected a tensor of examples (b, N); one example is X.unsqueeze(0)"
+        )
     if inputs.shape[0] == 0 or inputs[0].numel() == 0:
         raise ValueError(f"X has shape {tuple(inputs.shape)}: it is empty; give at least one example of one variable")
     model = density.module if isinstance(density, Energy) else density.log_p

@@ -14,7 +14,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,6 +93,16 @@ def show_cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def show_shape(value: Any) -> str:
+    """The shape of a tensor, the type of anything else."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def show_dtype(value: Any) -> str:
+    """The dtype of a tensor, the type of anything else."""
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 # What to say of a name that natgrad does not have: `ng.KFAC` is `ng.kfac`, `ng.Nystrom` is `ng.solvers.Nystrom`

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from natgrad.ground.checks import check_precision
+from natgrad.ground.messages import show_dtype
 
 Params = Mapping[str, Tensor]
 
@@ -189,11 +190,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         frozen = any(True for _ in model.parameters())
         reason = "every requires_grad is False; unfreeze at least one" if frozen else "it has no parameters at all"
         raise ValueError(f"model has no trainable parameters: {reason}")
-    lazy = [name for name, p in params.items() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise ValueError(
-            f"parameters {lazy} are lazy: run one forward pass of the model first, so that they get a shape"
-        )
     for name, p in params.items():
         check_recorded(name, p)
     return params
@@ -221,10 +217,9 @@ def check_parameters(params: Params) -> None:
         raise ValueError("params is empty, expected at least one trainable tensor")
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():
-            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
             split = isinstance(p, Tensor) and p.is_complex()
             raise ValueError(
-                f"params[{name!r}] is {kind}, expected a real floating-point tensor"
+                f"params[{name!r}] is {show_dtype(p)}, expected a real floating-point tensor"
                 + "; keep real and imaginary parts as two, and join them with torch.complex in the model" * split
             )
     devices = {str(p.device) for p in params.values()}
@@ -333,8 +328,7 @@ class Positive:
             ValueError: For an entry that is not positive and finite.
         """
         if not isinstance(values, Tensor) or not values.is_floating_point():
-            came = values.dtype if isinstance(values, Tensor) else type(values).__name__
-            raise TypeError(f"values is {came}, expected a floating-point tensor of positive entries")
+            raise TypeError(f"values is {show_dtype(values)}, expected a floating-point tensor of positive entries")
         if not bool(((values > 0) & (values < torch.inf)).all()):
             low, high = float(values.min()), float(values.max())
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.messages import show_shape
 from natgrad.ground.pure import check_followed, run_alone
 from natgrad.ground.spaces import Params, Space
 from natgrad.operators.base import Facts, Operator, apply_linear
@@ -46,8 +47,8 @@ class Curvature(Operator):
             with run_alone(), torch.backends.cudnn.flags(enabled=False):
                 value = function(self.leaves)
             if not isinstance(value, Tensor) or value.dim() != 0:
-                came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"{name} has {came}, expected a scalar tensor, such as the mean loss of a batch")
+                came = show_shape(value)
+                raise ValueError(f"{name} has shape {came}, expected a scalar tensor, such as the mean loss of a batch")
             if torch.is_inference_mode_enabled():
                 raise ValueError(UNRECORDED)
             if not value.requires_grad:
