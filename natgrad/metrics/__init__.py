@@ -1,7 +1,7 @@
 """Which G."""
 
 from natgrad.ground.messages import find_name
-from natgrad.metrics.base import Metric, PullbackMetric
+from natgrad.metrics.base import Diagonals, Metric, PullbackMetric
 from natgrad.metrics.divergence import DivergenceMetric, divergence, kl
 from natgrad.metrics.fisher import (
     Covariance,
@@ -24,8 +24,7 @@ from natgrad.metrics.information import (
     SampledInformation,
 )
 from natgrad.metrics.metric_sum import MetricSum, sum_metrics
-from natgrad.metrics.ratio import RatioMetric, ratio_metric
-from natgrad.metrics.score import Diagonals, Langevin, ScoreMetric, score_metric
+from natgrad.metrics.score import Langevin, RatioMetric, ScoreMetric, ratio_metric, score_metric
 from natgrad.metrics.transport import RBF, TransportMetric, transport_metric
 
 __all__ = [

@@ -15,6 +15,7 @@ from natgrad.families import Criterion
 from natgrad.ground.checks import check_integer
 from natgrad.ground.messages import Explained, explain_calls, write_choices
 from natgrad.ground.pure import (
+    Call,
     Labelled,
     Model,
     PureModel,
@@ -292,3 +293,51 @@ class Scores:
     def root(self, outputs: Tensor) -> Tensor:
         """S itself, (R, m, k)."""
         return self.scores
+
+
+class Diagonals:
+    """The form diag(d) on every row of outputs.
+
+    Args:
+        entries: d >= 0, shape (R, m).
+    """
+
+    def __init__(self, entries: Tensor) -> None:
+        self.entries = entries
+
+    def __repr__(self) -> str:
+        return write_choices(self, shape=tuple(self.entries.shape))
+
+    def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
+        """d o t, entry by entry, shape (R, m).
+
+        Args:
+            outputs: Shape (R, m).
+            tangents: t, shape (R, m).
+        """
+        return self.entries * tangents
+
+    def root(self, outputs: Tensor) -> Tensor:
+        """diag(sqrt d), shape (R, m, m).
+
+        Args:
+            outputs: Shape (R, m).
+        """
+        return torch.diag_embed(self.entries[: len(outputs)].sqrt())
+
+
+def pull_back(
+    function: Callable[..., Tensor],
+    params: Params,
+    inputs: Call,
+    random: RandomState | None,
+    form: Callable[[Tensor], Form] = lambda rows: Diagonals(torch.ones_like(rows)),
+) -> Pullback:
+    """A form on the rows (R, m) of function(params, *inputs), pulled back to the parameters, as a mean over rows."""
+    linearization = Linearization(OutputMap(PureModel(function, inputs, random), take_rows), params)
+    return Pullback(linearization, form(linearization.outputs))
+
+
+def take_rows(outputs: Tensor) -> Tensor:
+    """Outputs that are rows already."""
+    return outputs

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import all_finite
+from natgrad.ground.messages import show_shape
 from natgrad.ground.pure import Model, RandomState, Select, check_select
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import Metric, check_has_outputs, check_model, linearise, split_targets
-from natgrad.metrics.score import Diagonals
+from natgrad.metrics.base import Diagonals, Metric, check_has_outputs, check_model, linearise, split_targets
 from natgrad.operators import Centred, Facts, Operator, Pullback
 
 NATS = 4.0
@@ -91,10 +91,9 @@ def lay_out_amplitudes(outputs: Any) -> Tensor:
     """
     check_has_outputs(outputs)
     if not isinstance(outputs, Tensor) or outputs.dim() > 2 or outputs.shape[1:].numel() != 1:
-        came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
-            f"log psi has shape {came}, expected (b,) or (b, 1), one number per state; wrap a network with other "
-            "outputs in ng.LogAmplitude(net, head=...)"
+            f"log psi has shape {show_shape(outputs)}, expected (b,) or (b, 1), one number per state; wrap a "
+            "network with other outputs in ng.LogAmplitude(net, head=...)"
         )
     flat = outputs.reshape(-1)
     return torch.stack([flat.real, flat.imag], dim=1) if flat.is_complex() else flat.unsqueeze(1)

@@ -16,12 +16,11 @@ from torch import Tensor, distributions, nn
 from torch.distributions import Distribution
 
 from natgrad.ground.linalg import psd_root
-from natgrad.ground.messages import explain_calls
+from natgrad.ground.messages import explain_calls, show_shape
 from natgrad.ground.pure import Call, PureModel, RandomState, as_call, copy_tensors
 from natgrad.ground.spaces import Params, name_parameters
 from natgrad.ground.typed_torch import torch_linalg, torch_plain
-from natgrad.metrics.base import Metric
-from natgrad.metrics.score import pull_back
+from natgrad.metrics.base import Metric, pull_back
 from natgrad.operators import Operator
 from natgrad.operators.curvature import Curvature
 
@@ -257,9 +256,9 @@ class OwnLikelihood:
                 "them last in the data, (*inputs, y)"
             )
         if not isinstance(value, Tensor) or value.dim() != 0:
-            came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{self}(params, *row) returned {came} for one row, expected a scalar tensor: the library batches it"
+                f"{self}(params, *row) returned {show_shape(value)} for one row, expected a scalar tensor: the "
+                "library batches it"
             )
         return value
 

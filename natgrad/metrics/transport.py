@@ -14,8 +14,7 @@ from natgrad.ground.linalg import eigh
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Model, RandomState
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import Metric, check_has_outputs, check_model, explain_at, linearise
-from natgrad.metrics.score import Diagonals
+from natgrad.metrics.base import Diagonals, Metric, check_has_outputs, check_model, explain_at, linearise
 from natgrad.operators import Linearization, LowRankOperator, Operator, Pullback
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
