@@ -7,16 +7,16 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import all_finite, symmetrise
-from natgrad.ground.messages import Explained, write_choices
+from natgrad.ground.messages import Explained, show_shape, write_choices
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator, SampleRows, WrittenColumns
+from natgrad.operators.base import apply_linear
 
 Product = Callable[[Tensor], Tensor]
 
@@ -150,29 +150,17 @@ class UnitSolver(Solver):
             solution = restore_units(solution, scale, operator, b, damping)
         if not (rhs.requires_grad and torch.is_grad_enabled()):
             return solution
-        solve = partial(self.solve, operator, damping=damping)
-        value = cast(Tensor, InverseMap.apply(rhs, solution.value, solve))  # type: ignore[reportUnknownMemberType]
-        return replace(solution, value=value)
+
+        def invert(vector: Tensor) -> Tensor:
+            known = vector is rhs
+            return solution.value.clone() if known else self.solve(operator, vector, damping=damping).value
+
+        # the inverse is symmetric, so that a backward pass is another solve
+        return replace(solution, value=apply_linear(invert, invert, rhs))
 
     @abstractmethod
     def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
         """The solution for b / scale, from x_0 / scale."""
-
-
-class InverseMap(torch.autograd.Function):
-    """x with the derivative (G + damping I)^-1 in b: symmetric, so that a backward pass is another solve."""
-
-    @staticmethod
-    def forward(rhs: Tensor, value: Tensor, solve: Callable[[Tensor], Solution]) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Callable[[Tensor], Solution]], output: Tensor) -> None:
-        ctx.solve = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return ctx.solve(gradients[0]).value, gradients[0], None
 
 
 def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None = None) -> None:
@@ -186,9 +174,8 @@ def check_system(operator: Operator, rhs: Tensor, damping: float, guess: Tensor 
         if vector is None:
             continue
         if not isinstance(vector, Tensor) or vector.shape != (operator.size,):
-            came = tuple(vector.shape) if isinstance(vector, Tensor) else type(vector).__name__
             raise ValueError(
-                f"{name} has shape {came}, expected ({operator.size},): the operator has size {operator.size}; "
+                f"{name} has shape {show_shape(vector)}, expected ({operator.size},), the operator's size; "
                 "flatten a dict of tensors with ng.Space(params).flatten(...)"
             )
         if vector.device != operator.device:
@@ -212,10 +199,10 @@ def measure_solution(product: Product, rhs: Tensor, damping: float, value: Tenso
     return Solution(value, residual, steps + 1, status, image)
 
 
-def return_zero(rhs: Tensor, steps: int, status: Status = Status.NON_FINITE) -> Solution:
-    """x = 0, where nothing better is known."""
+def return_zero(rhs: Tensor, steps: int) -> Solution:
+    """x = 0, where numbers overflow and nothing better is known."""
     zero = torch.zeros_like(rhs)
-    return Solution(zero, measure_norm(rhs), steps, status, zero)
+    return Solution(zero, measure_norm(rhs), steps, Status.NON_FINITE, zero)
 
 
 def find_power_of_two(rhs: Tensor) -> float:
