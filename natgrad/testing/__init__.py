@@ -4,8 +4,7 @@ A check returns nothing, or raises AssertionError with a sentence that names the
 much. They write matrices out: use small models and float64.
 """
 
-from natgrad.testing.exponential import check_exponential_family
-from natgrad.testing.likelihoods import check_family
+from natgrad.testing.families import check_exponential_family, check_family
 from natgrad.testing.metrics import check_metric, check_structure
 from natgrad.testing.operators import check_operator
 from natgrad.testing.solvers import check_solver
