@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.families.event_checks import check_moments
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import DiagonalNormal, MultivariateNormal
-from natgrad.families.positive_families import Beta, Dirichlet, Exponential, Gamma
+from natgrad.families.positive_families import Beta, Dirichlet, Exponential
 from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution
 from natgrad.ground.pure import leave_autocast
@@ -444,26 +444,36 @@ class MeanStd(Coordinates):
         return Closed(xi, lambda v: values * v, lambda v: v / values, origin=(self.fisher, (xi.detach().clone(),)))
 
 
-class ShapeRate(Mapped):
+class ShapeRate(Coordinates):
     """(shape, rate) of `Gamma`: theta = (shape - 1, -rate).
 
     Args:
         family: The gamma distributions.
     """
 
-    def __init__(self, family: Gamma) -> None:
-        super().__init__(family, from_shape_rate, to_shape_rate)
+    def natural(self, xi: Tensor) -> Tensor:
+        shape, rate = self.family.check_shape(xi, "xi").unbind(-1)
+        return self.family.check(torch.stack([shape - 1, -rate], dim=-1))
+
+    def of(self, theta: Tensor) -> Tensor:
+        first, second = self.family.check(theta).unbind(-1)
+        return torch.stack([first + 1, -second], dim=-1)
 
 
-class ShapeScale(Mapped):
+class ShapeScale(Coordinates):
     """(shape, scale) of `Gamma`, scale = 1 / rate.
 
     Args:
         family: The gamma distributions.
     """
 
-    def __init__(self, family: Gamma) -> None:
-        super().__init__(family, from_shape_scale, to_shape_scale)
+    def natural(self, xi: Tensor) -> Tensor:
+        shape, scale = self.family.check_shape(xi, "xi").unbind(-1)
+        return self.family.check(torch.stack([shape - 1, -1 / scale], dim=-1))
+
+    def of(self, theta: Tensor) -> Tensor:
+        first, second = self.family.check(theta).unbind(-1)
+        return torch.stack([first + 1, -1 / second], dim=-1)
 
 
 class ExponentialRate(Mapped):
@@ -486,26 +496,6 @@ class Concentration(Mapped):
 
     def __init__(self, family: Beta | Dirichlet) -> None:
         super().__init__(family, partial(torch.add, other=-1), partial(torch.add, other=1))
-
-
-def from_shape_rate(xi: Tensor) -> Tensor:
-    """theta = (shape - 1, -rate)."""
-    return torch.stack([xi[..., 0] - 1, -xi[..., 1]], dim=-1)
-
-
-def to_shape_rate(theta: Tensor) -> Tensor:
-    """(shape, rate)."""
-    return torch.stack([theta[..., 0] + 1, -theta[..., 1]], dim=-1)
-
-
-def from_shape_scale(xi: Tensor) -> Tensor:
-    """theta = (shape - 1, -1 / scale)."""
-    return torch.stack([xi[..., 0] - 1, -1 / xi[..., 1]], dim=-1)
-
-
-def to_shape_scale(theta: Tensor) -> Tensor:
-    """(shape, scale)."""
-    return torch.stack([theta[..., 0] + 1, -1 / theta[..., 1]], dim=-1)
 
 
 def full_normal(family: MultivariateNormal) -> MultivariateNormal:

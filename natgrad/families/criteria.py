@@ -75,14 +75,7 @@ class MeanNLL:
     def weigh(
         self, outputs: Any, targets: Any, weight: Any = None, add: Callable[[Tensor], Tensor] | None = None
     ) -> Any:
-        """The targets with what they count, where they do not all count alike.
-
-        Args:
-            outputs: What the model returns.
-            targets: As the likelihood takes them; None where they are not known.
-            weight: Of the examples. None: equal weights.
-            add: Sums over processes. None: there is one.
-        """
+        """The targets with what they count, where they do not all count alike; arguments as `Likelihood.weigh` has."""
         if isinstance(targets, Weighed) or (weight is None and not (self.family.masks and targets is not None)):
             return targets
         filled, weights = self.family.weigh(outputs, targets, weight, add)

@@ -44,13 +44,8 @@ class PowerSeries(ExponentialFamily):
         log_p = self.check(theta)[..., 0]
         return log_p.exp(), -torch.expm1(log_p)
 
-    @in_double
-    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
-        return super().log_prob(theta, x)
-
-    @in_double
-    def entropy(self, theta: Tensor) -> Tensor:
-        return super().entropy(theta)
+    log_prob = in_double(ExponentialFamily.log_prob)
+    entropy = in_double(ExponentialFamily.entropy)
 
     def _keep_inside(self, theta: Tensor) -> Tensor:
         """theta where it is inside, -1 elsewhere, (..., 1) -> (...)."""

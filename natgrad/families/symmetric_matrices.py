@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.families.special_functions import ratio_gap
 from natgrad.ground.checks import check_integer
-from natgrad.ground.linalg import factor_or_nan, invert_or_nan, is_positive_definite, require_factor
+from natgrad.ground.linalg import factor_or_nan, invert_lower, invert_or_nan, is_positive_definite, require_factor
 
 
 class Pairs:
@@ -108,9 +108,5 @@ def half_log_det(factor: Tensor) -> Tensor:
 
 def inverse_from(factor: Tensor) -> Tensor:
     """(L L^T)^-1 for L (..., d, d). The forward derivative of torch.cholesky_inverse is wrong (torch 2.13)."""
-    if factor.shape[-1] <= SMALL:
-        half = invert_or_nan(factor)
-    else:
-        eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-        half = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+    half = invert_or_nan(factor) if factor.shape[-1] <= SMALL else invert_lower(factor)
     return half.mT @ half

@@ -43,9 +43,9 @@ def check_range(name: str, value: Any, interval: str, *, hint: str = "") -> None
         raise ValueError(f"{name} is {value!r}, expected a number in {interval}{hint}")
 
 
-def check_share(name: str, value: Any, *, hint: str = "") -> None:
+def check_share(name: str, value: Any) -> None:
     """Check that a value is a number in [0, 1), such as the weight of the past."""
-    check_range(name, value, "[0, 1)", hint=hint)
+    check_range(name, value, "[0, 1)")
 
 
 def check_precision(name: str, dtype: torch.dtype, hint: str) -> None:
@@ -54,11 +54,10 @@ def check_precision(name: str, dtype: torch.dtype, hint: str) -> None:
         raise ValueError(f"{name} is {dtype}, expected double precision, or single: {hint}")
 
 
-def check_choice(name: str, value: Any, choices: Collection[Any], *, hint: str = "") -> None:
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Check that a value is one of a few."""
     if not isinstance(value, (str, int, float, type(None))) or value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} is {value!r}, expected one of {listed}{hint}")
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
 
 
 def is_real(value: Any) -> bool:

@@ -425,17 +425,13 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.cdist: cdist,
     functional.embedding_bag: look_up_bags,
     # two nested forward derivatives are wrong (196695, 196696 and 196697), of `cholesky_inverse` one is (196682)
-    torch.det: det,
-    Tensor.det: det,
-    torch_linalg.det: det,
-    torch.slogdet: slogdet,
-    Tensor.slogdet: slogdet,
-    torch_linalg.slogdet: slogdet,
-    torch.logdet: logdet,
-    Tensor.logdet: logdet,
+    **{
+        getattr(home, written.__name__): written
+        for written in (det, slogdet, logdet, cholesky_inverse)
+        for home in (torch, Tensor, torch_linalg)
+        if hasattr(home, written.__name__)
+    },
     torch_linalg.solve: solve,
-    torch.cholesky_inverse: cholesky_inverse,
-    Tensor.cholesky_inverse: cholesky_inverse,
     # two nested forward derivatives end in an error, themselves or once they are differentiated
     functional.glu: glu,
     torch_plain.norm: norm,

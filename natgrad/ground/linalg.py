@@ -54,8 +54,12 @@ def factor_or_nan(matrix: Tensor) -> Tensor:
 
 def invert_factor_or_nan(matrix: Tensor) -> Tensor:
     """L^-1 (..., n, n) for A = L L^T, so that A^-1 = L^-T L^-1; NaN throughout where A is not positive definite."""
-    lower = factor_or_nan(matrix)
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return invert_lower(factor_or_nan(matrix))
+
+
+def invert_lower(lower: Tensor) -> Tensor:
+    """L^-1 of triangular L (..., n, n)."""
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     return torch_linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
 
 

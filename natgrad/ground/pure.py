@@ -42,21 +42,14 @@ AUTOCAST_DEVICES = ("cpu", *(device for device, there in BUILT.items() if there)
 
 
 def set_modes_aside(function: Callable[P, T]) -> Callable[P, T]:
-    """The function outside of its caller's no_grad, inference_mode and autocast: it takes derivatives of its own.
-
-    Gradients are on or off after it as before it, as with `keep_gradient_mode`.
-    """
-
+    """The function outside of its caller's no_grad, inference_mode and autocast: it takes derivatives of its own."""
     exact = leave_autocast(function)
 
+    @keep_gradient_mode
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        enabled = torch.is_grad_enabled()
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                return exact(*args, **kwargs)
-        finally:
-            torch.set_grad_enabled(enabled)
+        with torch.inference_mode(False), torch.enable_grad():
+            return exact(*args, **kwargs)
 
     return run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -30,20 +30,17 @@ def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
 
 def list_numbers(x: Tensor) -> list[Any]:
     """The entries as numbers, in lists as deep as the tensor."""
-    numbers: list[Any] = getattr(x, "tolist")()  # noqa: B009
-    return numbers
+    return cast("Any", x).tolist()
 
 
 def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """Call the hook with the tensor's gradient once it is there."""
-    register: Callable[..., RemovableHandle] = getattr(x, "register_hook")  # noqa: B009
-    return register(hook)
+    return cast("Any", x).register_hook(hook)
 
 
 def keep_uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """The function, which compiled code calls as it is written."""
-    disable: Callable[[Callable[P, T]], Callable[P, T]] = getattr(torch.compiler, "disable")  # noqa: B009
-    return disable(function)
+    return cast("Any", torch.compiler).disable(function)
 
 
 def call_uncompiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -67,9 +64,9 @@ def measure_norm(
     return torch_linalg.vector_norm(x, dim=dim, keepdim=keepdim, dtype=dtype)
 
 
-def measure_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+def measure_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The norms of many tensors, scalar tensors: by one call."""
-    return list(torch_plain._foreach_norm(tensors, order)) if tensors else []
+    return list(torch_plain._foreach_norm(tensors)) if tensors else []
 
 
 Map = Callable[[Tensor], Tensor]
@@ -86,11 +83,9 @@ def as_tensor_like(value: object, like: Tensor) -> Tensor:
 
 def split_tensor(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     """The tensor in parts of these sizes along `dim`: views."""
-    cut: Callable[..., tuple[Tensor, ...]] = getattr(x, "split")  # noqa: B009 (torch's own signature is not complete)
-    return cut(sizes if isinstance(sizes, int) else list(sizes), dim=dim)
+    return cast("Any", x).split(sizes if isinstance(sizes, int) else list(sizes), dim=dim)
 
 
 def join_diagonally(blocks: Iterable[Tensor]) -> Tensor:
     """diag(B_1, ..., B_k) of matrices, zeros elsewhere."""
-    join: Callable[..., Tensor] = getattr(torch, "block_diag")  # noqa: B009
-    return join(*blocks)
+    return torch_plain.block_diag(*blocks)

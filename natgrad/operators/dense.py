@@ -13,6 +13,7 @@ from natgrad.ground.linalg import (
     cholesky,
     damped_inverse,
     inverse_symmetric,
+    invert_lower,
     positive_inverse,
     psd_root,
     pseudo_square,
@@ -20,7 +21,6 @@ from natgrad.ground.linalg import (
     symmetrise,
     woodbury_solve,
 )
-from natgrad.ground.typed_torch import torch_linalg
 from natgrad.operators.base import Facts, Operator
 
 
@@ -221,8 +221,7 @@ class InvertedOperator(Operator, packed_as="Inverted"):
 
     def root(self) -> Tensor:
         """L^-T of P = L L^T."""
-        eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
-        return torch_linalg.solve_triangular(self._factor.lower.to(self.dtype), eye, upper=False).mT
+        return invert_lower(self._factor.lower.to(self.dtype)).mT
 
     def inverse(self, damping: float = 0.0) -> Operator | None:
         """P itself at damping 0; else (I + damping P)^-1 P, O(n^3)."""
