@@ -455,7 +455,7 @@ def read_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss) -> Criterion:
 
     As softmax(l) = exp(l), the form on log-softmax outputs is the logits' one.
     """
-    check_weights(criterion)
+    refuse_negative_weights(criterion)
     plain = isinstance(criterion, nn.NLLLoss)
     smoothing = 0.0 if plain else criterion.label_smoothing
 
@@ -510,7 +510,7 @@ class LogProbabilities(IgnoringCategorical):
             )
 
 
-def check_weights(criterion: nn.Module) -> None:
+def refuse_negative_weights(criterion: nn.Module) -> None:
     """ValueError for weights below zero: the loss falls without end along their targets, and has no metric."""
     for name in ("weight", "pos_weight"):
         weight: Tensor | None = getattr(criterion, name, None)
@@ -523,7 +523,7 @@ def check_weights(criterion: nn.Module) -> None:
 
 def read_bits(criterion: nn.BCEWithLogitsLoss | nn.BCELoss) -> Criterion:
     """Bits, each entry a row: mean over all entries, `weight` and `pos_weight` broadcast."""
-    check_weights(criterion)
+    refuse_negative_weights(criterion)
     weight, pos_weight = criterion.weight, getattr(criterion, "pos_weight", None)
 
     def weigh(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

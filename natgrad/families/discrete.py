@@ -602,7 +602,7 @@ def softplus(theta: Tensor) -> Tensor:
 
 
 LARGE_LOG = math.log(60.0)
-SERIES = (-1 / 12, -1 / 24, -19 / 360, -9 / 80, -863 / 2520, -1375 / 1008, -33953 / 5040, -57281 / 1440)
+ENTROPY_SERIES = (-1 / 12, -1 / 24, -19 / 360, -9 / 80, -863 / 2520, -1375 / 1008, -33953 / 5040, -57281 / 1440)
 
 
 def poisson_entropy(log_rate: Tensor) -> Tensor:
@@ -614,6 +614,6 @@ def poisson_entropy(log_rate: Tensor) -> Tensor:
     far = torch.where(large, log_rate, LARGE_LOG)
     # by Stirling's formula and the central moments: 1/2 log(2 pi e rate) - ...; at 60 eight terms leave 1e-13
     entropy = 0.5 * (math.log(2 * math.pi * math.e) + far)
-    for k, coefficient in enumerate(SERIES, 1):
+    for k, coefficient in enumerate(ENTROPY_SERIES, 1):
         entropy = entropy + coefficient * (-k * far).exp()
     return torch.where(large, entropy, -(log_p.exp() * log_p).sum(-1))

@@ -28,7 +28,7 @@ from natgrad.ground.jets import (
     start_jets,
     wrap_jets,
 )
-from natgrad.ground.pure import Hook
+from natgrad.ground.pure import DROPOUTS, Hook
 from natgrad.ground.spaces import Params
 
 Function = Callable[[Tensor], Tensor]
@@ -37,7 +37,6 @@ ACTIVATIONS = (
     nn.Tanh, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.LogSigmoid,
     nn.Softsign, nn.Tanhshrink, nn.ReLU, nn.LeakyReLU,
 )  # fmt: skip
-DROPOUTS = (nn.Dropout, nn.AlphaDropout)
 
 
 @dataclass(frozen=True)

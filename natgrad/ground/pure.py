@@ -424,9 +424,7 @@ def as_call(inputs: Any) -> Call:
 
 def unwrap_examples(inputs: Any) -> Any:
     """X as an optimizer hands it over: alone, as a call, or with targets."""
-    inner = inputs.inputs if isinstance(inputs, Labelled) else inputs
-    call = as_call(inner)
-    return call.args[0] if len(call.args) == 1 and not call.kwargs else inner
+    return as_call(inputs.inputs if isinstance(inputs, Labelled) else inputs).unwrap()
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class GeometricTensor(Metric):
         read = (lay_out_amplitudes, self.outputs)
         linearization = linearise(self.model, params, states, random, *read, recorded=self.centred)
         rows = linearization.outputs
-        weights = check_weights(weights, rows)
+        weights = read_probabilities(weights, rows)
         moment = Pullback(linearization, Diagonals(torch.ones_like(rows)), weights, Facts(nats=NATS))
         if not self.centred:
             return moment
@@ -99,7 +99,7 @@ def lay_out_amplitudes(outputs: Any) -> Tensor:
     return torch.stack([flat.real, flat.imag], dim=1) if flat.is_complex() else flat.unsqueeze(1)
 
 
-def check_weights(weights: Tensor | None, rows: Tensor) -> Tensor | None:
+def read_probabilities(weights: Tensor | None, rows: Tensor) -> Tensor | None:
     """The weights of states in the dtype of the rows."""
     if weights is None:
         return None

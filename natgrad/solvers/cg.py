@@ -69,7 +69,7 @@ class CG(UnitSolver):
             check_integer(name, getattr(self, name))
 
     def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
-        run = _CGRun(self, operator, rhs.detach(), damping, None if guess is None else guess.detach(), scale)
+        run = _CGRun(self, operator, rhs, damping, guess, scale)
         while run.status is None:
             run.advance()
         return run.solution()

@@ -272,7 +272,7 @@ class MinresQLP(UnitSolver):
                 check_number(name, came, least)
 
     def _solve(self, operator: Operator, rhs: Tensor, damping: float, guess: Tensor | None, scale: float) -> Solution:
-        choices, system = replace(self, max_norm=self.max_norm / scale), _System(operator, rhs.detach(), float(damping))
+        choices, system = replace(self, max_norm=self.max_norm / scale), _System(operator, rhs, float(damping))
         point = system.start(guess)
         run = _LanczosRun(choices, system, point)
         left, status = self.max_steps, None
@@ -330,8 +330,8 @@ class _System:
         zero = torch.zeros_like(self.rhs)
         if guess is None:
             return self.at(zero, zero.clone())
-        image = self.image(guess.detach())
-        point = self.at(guess.detach().clone(), image)
+        image = self.image(guess)
+        point = self.at(guess.clone(), image)
         if point.norm <= self.scale:
             return point
         length = float(self.rhs @ image) / float(image @ image) if math.isfinite(point.norm) else 0.0
