@@ -6,7 +6,7 @@ operator to multiply and solve with, to `NaturalGradient`, a `torch.optim.Optimi
 
 from typing import TYPE_CHECKING
 
-from natgrad.ground.messages import find_name, make_callable
+from natgrad.ground.messages import make_callable, resolve_names
 
 if TYPE_CHECKING:  # what a name stands for is loaded when it is first asked for: see `HOMES`
     from natgrad import (
@@ -301,8 +301,7 @@ HOMES = {
 """Where names that are asked for here lie: the folders, and what each supplies."""
 EARLIER = {"natgrad": (*HOMES["natgrad"], "applications")}  # not in dir(): who asks for it is warned
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, HOMES | EARLIER)
+resolve_names(__name__, HOMES | EARLIER)
 
 
 def __dir__() -> list[str]:

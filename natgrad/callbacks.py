@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from natgrad.families import Criterion
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.optim import NaturalGradient, StructuredNaturalGradient
 
 __all__ = ["collect_numbers", "log_to_lightning", "log_to_trainer", "trainer_loss"]
 
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)
 
 
 def collect_numbers(optimizer: Any, prefix: str = "natgrad/") -> dict[str, float]:

@@ -18,7 +18,7 @@ from natgrad.energies.score_matching import (
     sliced_score_matching_loss,
 )
 from natgrad.energies.two_layer import TwoLayer
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 
 __all__ = [
     "Boltzmann",
@@ -33,5 +33,4 @@ __all__ = [
     "sliced_score_matching_loss",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

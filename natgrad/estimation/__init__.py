@@ -15,9 +15,8 @@ from natgrad.estimation.maximum_likelihood import (
     maximize_likelihood,
     standard_errors,
 )
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 
 __all__ = ["MaximumLikelihood", "StandardErrors", "maximize_likelihood", "standard_errors"]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 
 if TYPE_CHECKING:  # loaded when it is first asked for: see `HOMES`
     from natgrad.families.base import Likelihood as Likelihood
@@ -122,8 +122,7 @@ HOMES = {
 
 __all__ = sorted(name for names in HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, HOMES)
+resolve_names(__name__, HOMES)
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from natgrad.flows.expectation import expected_value
 from natgrad.flows.integrate import Field as Field
 from natgrad.flows.integrate import Integrator, Trajectory, destinations, flow, flow_field, paths
 from natgrad.flows.pictures import draw_basins, draw_field, draw_levels, draw_trajectory, lattice, show_descent
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 
 Coordinates, expected = FlowCoordinates, expected_value  # earlier names of the same
 
@@ -41,5 +41,4 @@ __all__ = [
     "show_descent",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

@@ -24,7 +24,7 @@ from natgrad.geometry.potentials import (
     check_potential,
 )
 from natgrad.geometry.simplex import Simplex
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 
 Together = ProductManifold  # its former name
 
@@ -64,5 +64,4 @@ __all__ = [
     "tilt",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

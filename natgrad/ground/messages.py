@@ -194,10 +194,11 @@ def make_callable(package: str, function: Callable[P, R]) -> CallableModule[P, R
     return module
 
 
-def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A `__getattr__` of a package: loads a field when its name is asked for, else says what was likely meant."""
-    homes = {name: home for home, names in fields.items() for name in names}
-    for thing in [sys.modules[package], *vars(sys.modules[package]).values()]:
+def resolve_names(package: str, fields: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Let a package load a name from its module in `fields` once it is asked for, and say what of others was meant."""
+    homes = {name: home for home, names in (fields or {}).items() for name in names}
+    module: Any = sys.modules[package]
+    for thing in [module, *vars(module).values()]:
         if type(thing) is ModuleType and thing.__name__.startswith("natgrad"):
             thing.__class__ = Package  # a call of which says what may be called instead
 
@@ -208,10 +209,11 @@ def find_name(package: str, fields: Mapping[str, Sequence[str]]) -> Callable[[st
         if homes[name] == package:
             return import_module(f"{package}.{name}")
         thing = getattr(import_module(homes[name]), name)
-        setattr(sys.modules[package], name, thing)
+        setattr(module, name, thing)
         return thing
 
-    return find
+    # set here, and not by a def in the package: type checkers would then take any name for one that exists
+    module.__getattr__ = find
 
 
 def suggest_name(name: str, package: ModuleType) -> str:

@@ -8,7 +8,7 @@ Example:
     >>> bound = ng.helmholtz.NaturalWakeSleep(machine, lr=0.1).step(torch.rand(20, 6).round())
 """
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.helmholtz.machine import HelmholtzMachine
 from natgrad.helmholtz.natural_wake_sleep import NaturalWakeSleep, UnitFisher
 from natgrad.helmholtz.phases import Algorithm, Bidirectional, Classic, Reweighted
@@ -25,5 +25,4 @@ __all__ = [
     "WakeSleep",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

@@ -1,6 +1,6 @@
 """How a layer is heard: its kind, its taps, its second moments."""
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.layers.elementwise import square_elementwise
 from natgrad.layers.examples import (
     Examples,
@@ -72,5 +72,4 @@ __all__ = [
     "square_elementwise",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

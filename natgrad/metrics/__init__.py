@@ -1,6 +1,6 @@
 """Which G."""
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.metrics.base import Diagonals, Metric, PullbackMetric
 from natgrad.metrics.divergence import DivergenceMetric, divergence, kl
 from natgrad.metrics.fisher import (
@@ -68,5 +68,4 @@ __all__ = [
     "transport_metric",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

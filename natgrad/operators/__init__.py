@@ -1,6 +1,6 @@
 """The metric as something you multiply with."""
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.layers import Layout
 from natgrad.operators.base import (
     Chunked,
@@ -96,5 +96,4 @@ Inverted = InvertedOperator
 Kronecker = KroneckerOperator
 LowRank = LowRankOperator
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.optim.blocks import robust_inverse
 from natgrad.optim.checkpoint import Attributes, load_checkpoint, read_parts, save_checkpoint, write_parts
 from natgrad.optim.flat_step import LinearSystem, Solved, SystemEvidence, shift_blocks
@@ -87,8 +87,7 @@ HOMES = {
 }
 """What not every optimiser needs, and where it lies."""
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, HOMES)
+resolve_names(__name__, HOMES)
 
 
 def __dir__() -> list[str]:

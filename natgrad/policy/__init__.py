@@ -5,7 +5,7 @@
 action space.
 """
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.policy.advantage import Rollout, gae
 from natgrad.policy.environments import EnvironmentFault, Episode
 from natgrad.policy.evaluation import EvalCallback, make_vec_env
@@ -47,5 +47,4 @@ __all__ = [
     "make_vec_env",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

@@ -4,7 +4,7 @@
 them: `optimizer` (one step), `system` and `terms` (rows of the Jacobian). `natgrad.ground.jets` has the derivatives.
 """
 
-from natgrad.ground.messages import find_name, make_callable
+from natgrad.ground.messages import make_callable, resolve_names
 from natgrad.residuals.constrained import HardConstraint, Periodic
 from natgrad.residuals.differential import (
     Field,
@@ -40,6 +40,5 @@ __all__ = [
     "time_derivative",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)
 make_callable(__name__, residuals)  # ng.residuals(...)

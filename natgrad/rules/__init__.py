@@ -1,6 +1,6 @@
 """From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, require_loss
 from natgrad.rules.damping import Constant, Damping, LevenbergMarquardt, Relative, as_damping
 from natgrad.rules.noise_aware import NoiseAware
@@ -88,5 +88,4 @@ __all__ = [
     "shorten",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

@@ -8,7 +8,7 @@ Example:
     >>> result = ng.search.minimize(lambda x: (x - 1).square().sum(), torch.zeros(3), 0.5, seed=0)
 """
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.search.base import Best, Search
 from natgrad.search.bernoulli import BernoulliSearch
 from natgrad.search.bits import BitSearch
@@ -64,5 +64,4 @@ __all__ = [
     "natural_slope",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

@@ -1,6 +1,6 @@
 """Solvers of (G + damping I) x = b behind one face."""
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.solvers.auto import Auto
 from natgrad.solvers.base import FactorisedSystem, Iterate, RowSolver, Solution, Solver, Status, Subspace
 from natgrad.solvers.cg import CG
@@ -34,5 +34,4 @@ __all__ = [
     "Subspace",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

@@ -1,6 +1,6 @@
 """How a metric is remembered, and what makes solving with it faster."""
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.structures.adaptive_inverse import AdaptiveInverse, Averaged, FirstOrder, Update, Woodbury
 from natgrad.structures.base import (
     Memory,
@@ -62,5 +62,4 @@ __all__ = [
     "hear_metric",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)

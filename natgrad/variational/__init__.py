@@ -4,7 +4,7 @@
 `projected` and `network` say what q is fitted to, `quadrature` how expectations under q are taken.
 """
 
-from natgrad.ground.messages import find_name, make_callable
+from natgrad.ground.messages import make_callable, resolve_names
 from natgrad.variational.gaussian import Variational, variational
 from natgrad.variational.low_rank import LowRankVariational, variational_low_rank
 from natgrad.variational.mixture import VariationalMixture, variational_mixture
@@ -31,6 +31,5 @@ __all__ = [
     "variational_mixture",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)
 make_callable(__name__, variational)  # ng.variational(...)

@@ -9,7 +9,7 @@ Example:
     >>> energies = ng.vmc.GroundState(h, ng.vmc.Enumerated(h.space), sr).run(5)
 """
 
-from natgrad.ground.messages import find_name
+from natgrad.ground.messages import resolve_names
 from natgrad.vmc.amplitude import LogAmplitude, read_amplitude, read_log, read_phase, read_sign
 from natgrad.vmc.configurations import Bosons, Spins
 from natgrad.vmc.continuous import Harmonic, Molecule, kinetic_energies
@@ -80,5 +80,4 @@ __all__ = [
     "stochastic_reconfiguration",
 ]
 
-# not by a def: type checkers would then take any name for one that exists
-globals()["__getattr__"] = find_name(__name__, {})
+resolve_names(__name__)
