@@ -117,7 +117,6 @@ FOREIGN = ("torch", "natgrad")
 GONE: Any = object()
 
 
-@dataclass(frozen=True, eq=False)
 class HeldState:
     """The attributes of all modules of a model as they are at a time, with what can change inside of them.
 
@@ -125,31 +124,66 @@ class HeldState:
     the model's own package as copies. Large tensors, long containers and objects of other packages are not copied.
     """
 
-    model: nn.Module
-    attributes: list[tuple[Any, dict[str, Any]]]  # each module and object, the entries of its `__dict__`
-    contents: list[Callable[[], None]]  # take back what can change in place
-    buffers: Mapping[str, Tensor]  # copies by name, but for batch norms': in training outputs do not depend on them
-    tensors: set[int]  # those in attributes, by `id`
-    copies: Mapping[int, tuple[Tensor, int, Tensor]]  # by `id`: owner, its version, copy; unchanged ones are taken over
-    writes: int  # how often the parameters were written to
-
-    @staticmethod
-    def capture(model: nn.Module, last: HeldState | None = None) -> HeldState:
-        """The state now."""
-        search = AttributeWalk({} if last is None else last.copies)
-        buffers, named = dict[str, Tensor](), list_modules(model)
+    def __init__(self, model: nn.Module, last: HeldState | None = None) -> None:
+        self.model = model
+        self.attributes: list[tuple[Any, dict[str, Any]]] = []  # each module and object, the entries of its `__dict__`
+        self.contents: list[Callable[[], None]] = []  # take back what can change in place
+        self.copies = dict[int, tuple[Tensor, int, Tensor]]()  # by `id`: owner, its version, copy
+        self._known = {} if last is None else last.copies  # of which those of unchanged tensors are taken over
+        self._seen = set[int]()
+        named = list_modules(model)
         for _, module in named:
-            search.look_into(module, INTERNAL, type(module).__module__.partition(".")[0])
-        tensors = set(search.copies)
+            self._look_into(module, INTERNAL, type(module).__module__.partition(".")[0])
+        self.tensors = set(self.copies)  # those in attributes, by `id`
+        self.buffers = dict[str, Tensor]()  # copies by name, but for batch norms': in training outputs do not need them
         for path, module in named:
             held: dict[str, Tensor | None] = vars(module)["_buffers"]
             for name, buffer in held.items() if held and not isinstance(module, BATCH_NORMS) else ():
-                copied = None if buffer is None else search.copy(buffer)
+                copied = None if buffer is None else self._copy(buffer)
                 if copied is not None:
-                    buffers[f"{path}.{name}" if path else name] = copied
-        return HeldState(
-            model, search.attributes, search.contents, buffers, tensors, search.copies, count_writes(named)
-        )
+                    self.buffers[f"{path}.{name}" if path else name] = copied
+        self.writes = count_writes(named)  # how often the parameters were written to
+        del self._known, self._seen  # nothing of an earlier state is kept alive
+
+    def _look_into(self, owner: Any, without: frozenset[str], package: str) -> None:
+        """Note the entries of a `__dict__`, and look at each."""
+        live = vars(owner)
+        saved = {key: live[key] for key in live.keys() - without}
+        self.attributes.append((owner, saved))
+        for value in saved.values():
+            if type(value) not in PLAIN:
+                self._look_at(value, package)
+
+    def _look_at(self, value: Any, package: str) -> None:
+        """Note how a value, and what it holds, comes back to what it is now."""
+        if id(value) in self._seen or len(self._seen) > MOST:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            if not value.requires_grad:  # neither a parameter nor what a pass computed
+                self._copy(value)
+        elif isinstance(value, (list, dict, set, deque, tuple)):
+            container: Any = cast("Any", value)
+            if not isinstance(value, tuple):
+                self.contents.append(contents_of(container))
+            for entry in container.values() if hasattr(container, "values") else container:
+                if len(container) <= LONGEST and type(entry) not in PLAIN:
+                    self._look_at(entry, package)
+        elif (restore := generator_state(value)) is not None:
+            self.contents.append(restore)
+        elif type(value).__module__.partition(".")[0] == package not in FOREIGN and hasattr(value, "__dict__"):
+            self._look_into(value, INTERNAL if isinstance(value, nn.Module) else frozenset(), package)
+
+    def _copy(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor holds; None for one that is too large, or not a plain one."""
+        if tensor.numel() > LARGEST or tensor.layout != torch.strided or tensor.is_meta:
+            return None
+        version = version_of(tensor)
+        owner, before, saved = self._known.get(id(tensor), (None, -1, tensor))
+        if owner is not tensor or before != version or tensor.is_inference():
+            saved = tensor.detach().clone()
+        self.copies[id(tensor)] = tensor, version, saved
+        return saved
 
     def put_back(self, now: HeldState) -> None:
         """Take all attributes, and what is inside of them, back to this state; buffers stay as they are."""
@@ -173,57 +207,6 @@ class HeldState:
         for name, buffer in self.model.named_buffers():
             if name in self.buffers and buffer.shape == self.buffers[name].shape:
                 buffer.data.copy_(self.buffers[name])
-
-
-class AttributeWalk:
-    """Looks through attributes for what can change."""
-
-    def __init__(self, known: Mapping[int, tuple[Tensor, int, Tensor]]) -> None:
-        self.known = known
-        self.attributes: list[tuple[Any, dict[str, Any]]] = []
-        self.contents: list[Callable[[], None]] = []
-        self.copies = dict[int, tuple[Tensor, int, Tensor]]()
-        self.seen = set[int]()
-
-    def look_into(self, owner: Any, without: frozenset[str], package: str) -> None:
-        """Note the entries of a `__dict__`, and look at each."""
-        live = vars(owner)
-        saved = {key: live[key] for key in live.keys() - without}
-        self.attributes.append((owner, saved))
-        for value in saved.values():
-            if type(value) not in PLAIN:
-                self.look_at(value, package)
-
-    def look_at(self, value: Any, package: str) -> None:
-        """Note how a value, and what it holds, comes back to what it is now."""
-        if id(value) in self.seen or len(self.seen) > MOST:
-            return
-        self.seen.add(id(value))
-        if isinstance(value, Tensor):
-            if not value.requires_grad:  # neither a parameter nor what a pass computed
-                self.copy(value)
-        elif isinstance(value, (list, dict, set, deque, tuple)):
-            container: Any = cast("Any", value)
-            if not isinstance(value, tuple):
-                self.contents.append(contents_of(container))
-            for entry in container.values() if hasattr(container, "values") else container:
-                if len(container) <= LONGEST and type(entry) not in PLAIN:
-                    self.look_at(entry, package)
-        elif (restore := generator_state(value)) is not None:
-            self.contents.append(restore)
-        elif type(value).__module__.partition(".")[0] == package not in FOREIGN and hasattr(value, "__dict__"):
-            self.look_into(value, INTERNAL if isinstance(value, nn.Module) else frozenset(), package)
-
-    def copy(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor holds; None for one that is too large, or not a plain one."""
-        if tensor.numel() > LARGEST or tensor.layout != torch.strided or tensor.is_meta:
-            return None
-        version = version_of(tensor)
-        owner, before, saved = self.known.get(id(tensor), (None, -1, tensor))
-        if owner is not tensor or before != version or tensor.is_inference():
-            saved = tensor.detach().clone()
-        self.copies[id(tensor)] = tensor, version, saved
-        return saved
 
 
 def list_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -456,7 +439,7 @@ class RandomState:
             last: What its modules kept at an earlier time.
         """
         wanted = {torch.device("cpu"), *devices}
-        held = HeldState.capture(model, last) if isinstance(model, nn.Module) else None
+        held = HeldState(model, last) if isinstance(model, nn.Module) else None
         numpy: Any = sys.modules.get("numpy")
         legacy = None if numpy is None else numpy.random.get_state()
         return RandomState({device: _get_state(device) for device in wanted}, random.getstate(), legacy, held)
