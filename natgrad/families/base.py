@@ -15,7 +15,7 @@ from natgrad.ground.messages import Explained
 from natgrad.ground.pure import leaves, map_tensors
 
 
-class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a model's outputs"):
+class Likelihood(Explained):
     """p(target | outputs). Users write their own with `nll` and `sample`, and `fisher` for the exact metric.
 
     A model's outputs are laid out as rows (R, m) by `rows`: one row per independent event, m parameters each. The
@@ -34,6 +34,7 @@ class Likelihood(Explained, hint="; a likelihood holds no parameters, they are a
         torch.Size([3, 3])
     """
 
+    call_hint = "; a likelihood holds no parameters, they are a model's outputs"
     note: ClassVar[str] = ""
     """What `optimizer.report()` says of the metric beside its rows."""
 

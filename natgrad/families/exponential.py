@@ -24,7 +24,7 @@ from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, DenseOperator, Operator
 
 
-class ExponentialFamily(Explained, hint="; a family holds no parameters, its methods take them"):
+class ExponentialFamily(Explained):
     """n natural parameters theta, statistics T(x), log-partition psi; the rest follows.
 
     theta and eta have shape (..., n), x (..., event): leading dimensions are batches, and gradients flow through all
@@ -51,6 +51,7 @@ class ExponentialFamily(Explained, hint="; a family holds no parameters, its met
         tensor([[0.2500]])
     """
 
+    call_hint = "; a family holds no parameters, its methods take them"
     size: int
     """n."""
     domain: str = "every finite theta is inside, so look for a NaN"

@@ -20,7 +20,7 @@ from natgrad.ground.spaces import Params, check_parameters
 LogP = Callable[[Params, Tensor], Tensor]
 
 
-class Density(Explained, hint="; a function log_p(params, x) or a module of energies needs none"):
+class Density(Explained):
     """log p(x; params) + constant over batches X (b, ...), N variables per example.
 
     One method to write; the others come from derivatives of it, and a model with closed forms overrides them.
@@ -34,6 +34,8 @@ class Density(Explained, hint="; a function log_p(params, x) or a module of ener
         tensor([[-1., -2., -3.],
                 [-1., -2., -3.]])
     """
+
+    call_hint = "; a function log_p(params, x) or a module of energies needs none"
 
     @abstractmethod
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from functools import wraps
 from html import escape
 from importlib import import_module
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -264,20 +264,6 @@ def explain_calls(function: Callable[P, R], hint: Callable[..., str] | None = No
 class ExplainedType(ABCMeta):
     """The type of classes whose wrong calls are sentences: arguments that do not fit, and base classes."""
 
-    call_hint: str
-
-    def __new__(
-        cls, name: str, bases: tuple[type, ...], members: dict[str, Any], *, hint: str | None = None, **kwargs: Any
-    ) -> Any:
-        kind: Any = super().__new__(cls, name, bases, members, **kwargs)
-        kind.call_hint = getattr(kind, "call_hint", "") if hint is None else hint
-        return kind
-
-    def __init__(
-        cls, name: str, bases: tuple[type, ...], members: dict[str, Any], *, hint: str | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(name, bases, members, **kwargs)
-
     if not TYPE_CHECKING:
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -304,6 +290,9 @@ class ExplainedType(ABCMeta):
 
 class Explained(metaclass=ExplainedType):
     """A base class in place of `abc.ABC`, whose wrong calls are sentences."""
+
+    call_hint: ClassVar[str] = ""
+    """What such a sentence ends with."""
 
 
 def describe_base(kind: type) -> str:
