@@ -418,13 +418,11 @@ class InverseGaussian(ExponentialFamily):
         """
         (mean, shape), (other_mean, other_shape) = self.mean_shape(theta), self.mean_shape(other)
         away = other - theta
-        crossed = (
-            theta[..., 1] * away[..., 0] - away[..., 1] * theta[..., 0]
-        )  # of mu^2 - mu'^2 = theta_2 / theta_1 - ...
+        # of mu^2 - mu'^2 = theta_2 / theta_1 - ...
+        crossed = theta[..., 1] * away[..., 0] - away[..., 1] * theta[..., 0]
         gap = crossed / theta[..., 0] / other[..., 0] / (mean + other_mean)
-        return 0.5 * ratio_gap(other_shape, shape, -2 * away[..., 1]) + other_shape * (gap / other_mean).square() / (
-            2 * mean
-        )
+        moved = other_shape * (gap / other_mean).square() / (2 * mean)
+        return 0.5 * ratio_gap(other_shape, shape, -2 * away[..., 1]) + moved
 
     def expectation(self, theta: Tensor) -> Tensor:
         mean, shape = self.mean_shape(theta)

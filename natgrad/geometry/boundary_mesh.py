@@ -295,10 +295,6 @@ class Shooting(Manifold):
     def log(self, point: Tensor, other: Tensor) -> Tensor:
         """The velocity with which the geodesic from `point` reaches `other`, without gradients, computed in float64.
 
-        Args:
-            point: Where it starts, shape (..., n).
-            other: Where it arrives.
-
         Returns:
             A tangent at `point`. NaN, and a warning, for pairs of a batch without a way.
 

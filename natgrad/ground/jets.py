@@ -163,11 +163,9 @@ def map_linear(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 def map_shaped(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A linear map of its first argument that takes a shape from the others."""
-    return (
-        map_linear(func, [args[0], *map(read_value, args[1:])], kwargs)
-        if isinstance(args[0], Jet)
-        else refuse("a shape")
-    )
+    if not isinstance(args[0], Jet):
+        refuse("a shape")
+    return map_linear(func, [args[0], *map(read_value, args[1:])], kwargs)
 
 
 def map_together(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

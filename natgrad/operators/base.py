@@ -180,8 +180,9 @@ class Operator(ABC):
 
     @property
     def sample_rank(self) -> int | None:
-        """How many columns `sample_rows` has, without computing them; None if there are none."""
-        return None
+        """How many columns `sample_rows` has, by a class that can without computing them; None if there are none."""
+        rows = self.sample_rows
+        return None if rows is None else rows.rank
 
     @abstractmethod
     def mv(self, vector: Tensor) -> Tensor:

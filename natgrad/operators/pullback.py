@@ -201,10 +201,6 @@ class Centred(Operator):
         return self.rows.rank
 
     @property
-    def sample_rank(self) -> int:
-        return self.rank
-
-    @property
     def sample_rows(self) -> CentredRows:
         return self.rows
 
