@@ -202,15 +202,16 @@ def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples:
             return SeenImages(layer, inputs, deltas, deltas[0].shape[2:])
     norm = isinstance(layer, NormLayer) and layer.layout.groups > 1
     lay = layer.normalise if isinstance(layer, NormLayer) and norm else layer.activations
-    each = [arrange_call(layer, lay, numbers(call.inputs, dtype), examples, call.place) for call, _ in calls]
-    sizes = [len(activations) for activations in each]
+    each, columns = list[Tensor](), list[list[Tensor]]()
+    for call, deltas in calls:
+        each.append(arrange_call(layer, lay, numbers(call.inputs, dtype), examples, call.place))
+        columns.append([arrange_call(layer, layer.deltas, delta, examples, call.place) for delta in deltas])
+    sizes = list(map(len, each))
     along = 0 if len(calls) > 1 and sum(sizes) == examples else 1
     if along and len(set(sizes)) > 1:
         return None
     activations = join_parts(each, along)
-    laid_out = ([arrange_call(layer, layer.deltas, d, examples, call.place) for d in deltas] for call, deltas in calls)
-    columns = zip(*laid_out, strict=True)
-    joint_deltas = [join_parts(list(parts), along) for parts in columns]
+    joint_deltas = [join_parts(list(parts), along) for parts in zip(*columns, strict=True)]
     if joint_deltas[0].shape[:2] != activations.shape[:2]:  # output_size=... of a transposed convolution
         return None
     if norm and activations.shape[1] > len(joint_deltas):

@@ -158,7 +158,9 @@ def find_products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str
     """
     matrices = [(layer, params[layer.layout.names[0]]) for layer in layers]
     leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices if p.requires_grad}
-    known = list(uses(outputs.grad_fn, leaves)) if leaves else []
+    if not leaves:
+        return []
+    known = list(uses(outputs.grad_fn, leaves))
     count = Counter(node for node, _, _ in known)
     products: list[MatrixProduct] = []
     opaque: set[Traced] = set()

@@ -34,7 +34,7 @@ from natgrad.ground.constants import (
 )
 from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm, measure_norms, torch_plain
 from natgrad.ground.whole_tensors import WholeTensors
-from natgrad.layers import Heard, Seen
+from natgrad.layers import Seen
 from natgrad.optim.blocks import (
     Averages,
     BatchUpdate,
@@ -753,7 +753,7 @@ def sample_examples(reading: Reading) -> Reading:
     for seen in reading.apart:
         if seen.examples % examples == 0:  # rows of examples lie side by side; else the layer counts as unseen
             layers.append(seen.take(slice(seen.examples // examples * size), (total / joint_size) ** 0.5))
-    return Reading(Heard([]), reading.rows, layers, reading.scores, span=span)
+    return Reading([], {}, reading.rows, layers, reading.scores, span=span)
 
 
 def squares_and_sums(

@@ -148,10 +148,9 @@ class Guard:
         it. No second moment may overflow: every entry of a factor is at most the squared norm of its side, every entry
         of a block the product of both.
         """
-        sizes, bounds, largest = measure_sides(layers, squares)
+        fresh, bounds, largest = measure_sides(layers, squares)
         if not all(bound * bound <= HEADROOM * largest for bound in bounds):  # comparisons with a NaN are false
             return False, False, self
-        fresh = {key: size * size for key, size in sizes.items()}
         # a layer behind one that starts near zero may see a thousand times more within a step, and yet less than others
         most = max(self.inputs.values(), default=0.0)
         known = self.inputs
@@ -186,28 +185,28 @@ class Guard:
 
 
 def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tuple[dict[str, float], list[float], float]:
-    """The root mean square of each layer's inputs, all norms whose squares must not overflow, and the largest number.
+    """The mean square of each layer's inputs, all norms whose squares must not overflow, and the largest number.
 
     By one read of the device.
     """
     parts = [(f"{seen.key} {i}", part) for seen in layers for i, part in enumerate(seen.split_parts())]
     deltas = [delta for _, part in parts for delta in part.deltas]
     inputs = [part.bound_inputs() for _, part in parts if not part.by_token]
-    sums = [square.sum() for square in squares.values()]
-    norms = [*measure_norms(deltas), *inputs, *sums]
+    norms = [*measure_norms(deltas), *inputs, *(square.sum() for square in squares.values())]
     if not norms:
         return {}, [], 0.0
     numbers = iter(list_numbers(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])))
-    left = [math.hypot(*islice(numbers, len(part.deltas))) for _, part in parts]
-    right = [1.0 if part.by_token else next(numbers) for _, part in parts]
-    sizes = {
-        key: size / max(part.positions, 1.0) ** 0.5
-        for (key, part), size in zip(parts, right, strict=True)
-        if not part.by_token
-    }
-    bounds = [bound for pair in zip(left, right, strict=True) for bound in (*pair, pair[0] * pair[1])]
+    lefts = [math.hypot(*islice(numbers, len(part.deltas))) for _, part in parts]
+    means, bounds = dict[str, float](), list[float]()
+    for (key, part), left in zip(parts, lefts, strict=True):
+        right = 1.0
+        if not part.by_token:
+            right = next(numbers)
+            size = right / max(part.positions, 1.0) ** 0.5
+            means[key] = size * size
+        bounds += [left, right, left * right]
     bounds += [math.sqrt(total) if total >= 0 else math.nan for total in numbers]
-    return sizes, bounds, min(torch.finfo(norm.dtype).max for norm in norms)
+    return means, bounds, min(torch.finfo(dtype).max for dtype in {norm.dtype for norm in norms})
 
 
 def least_damping(norms: Sequence[float]) -> float:

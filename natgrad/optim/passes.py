@@ -224,21 +224,20 @@ class Route:
 def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | None:
     """How `outputs` came from marked passes, read off their graph; None if no marked pass is part of it."""
     tensors = list(leaves(outputs))
-    direct = [pass_at(t.grad_fn, t.output_nr, key) for t in tensors]
-    if tensors and all(source is not None for source in direct):
-        results = unique(source[0] for source in direct if source is not None)
-        places = [place_of(source, results) for source in direct if source is not None]
-        unpicked = isinstance(outputs, Tensor) and [result.is_tensor for result in results] == [True]
-        numbers = iter(places)
+    direct = [source for t in tensors if (source := pass_at(t.grad_fn, t.output_nr, key)) is not None]
+    if isinstance(outputs, Tensor) and direct and direct[0][0].is_tensor:
+        return Route((direct[0][0].passed,))
+    if tensors and len(direct) == len(tensors):
+        results = unique(result for result, _ in direct)
+        numbers = iter([place_of(source, results) for source in direct])
         tree = map_tensors(outputs, lambda _: torch.tensor(next(numbers)))
-        return Route(tuple(result.passed for result in results), None if unpicked else Picked(tree))
+        return Route(tuple(result.passed for result in results), Picked(tree))
     graph = walk([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None], key)
     if not graph.sources:
         return None
     results = unique(source[0] for source in graph.sources.values())
     passes = tuple(result.passed for result in results)
-    own = {id(p) for p in params}
-    if any(id(leaf) in own for leaf in graph.variables):
+    if not {id(p) for p in params}.isdisjoint(map(id, graph.variables)):
         return Route(
             passes,
             problem=UNKNOWN.format(what="made of the model's outputs alone"),
@@ -252,10 +251,8 @@ def linearise_graph(outputs: Any, graph: Graph, results: list[Made], passes: tup
     places = [place_of(source, results) for source in graph.sources.values()]
     edges = [GradientEdge(node, number) for node, number in graph.sources]
     nonlinear = sorted({kind_of(node) for node in graph.nodes if node in graph.reaching and not graph.affine(node)})
-    values = [source[0].values[source[1]] for source in graph.sources.values()]
-    changed = any(
-        source[0].values[source[1]]._version != source[0].versions[source[1]] for source in graph.sources.values()
-    )
+    values = [result.values[i] for result, i in graph.sources.values()]
+    changed = any(result.values[i]._version != result.versions[i] for result, i in graph.sources.values())
     try:
         select = Linearised(outputs, places, values, edges)
     except RuntimeError as error:

@@ -50,7 +50,8 @@ from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outp
 class Reading:
     """What one pass tells. With several processes: this one's part."""
 
-    heard: Heard  # the layers, and squares for the parameters without a layer
+    layers: list[Seen]  # those that explain their parameters' gradients
+    squares: dict[str, Tensor]  # of the parameters without a layer, by name
     rows: int  # the number of its rows
     # the layers again, with labels drawn apart, for measuring what the statistics were fitted to
     apart: list[Seen] = field(default_factory=list[Seen])
@@ -61,16 +62,6 @@ class Reading:
     # by layer, its examples times positions, of all processes
     positions: Mapping[str, int] = field(default_factory=dict[str, int])
     span: Span | None = None  # where this part stands in the batch of all processes; None: it is all there is
-
-    @property
-    def layers(self) -> list[Seen]:
-        """The layers that explain their parameters' gradients."""
-        return self.heard.layers
-
-    @property
-    def squares(self) -> dict[str, Tensor]:
-        """Of the parameters without a layer, by name."""
-        return self.heard.squares
 
     @property
     def weight(self) -> float:
@@ -140,8 +131,8 @@ def match_parts(seen: Seen, count: int, cotangents: int, like: Tensor) -> Seen:
     parts = seen.split_parts()
     if len(parts) >= count:
         return seen
-    parts = parts + [make_empty_pass(seen.layer, cotangents, like, False)] * (count - len(parts))
-    return Mixed(seen.layer, parts, seen.share)
+    empty = make_empty_pass(seen.layer, cotangents, like, False)
+    return Mixed(seen.layer, parts + [empty] * (count - len(parts)), seen.share)
 
 
 # Statistics from the user's own pass: taps in the forward, and a backward pass of sampled labels before the user's
@@ -250,9 +241,17 @@ class Reader:
         if self.is_silent:
             return None, hearing
         labels = hearing.labels if reading is None else self.generator.get_state()
-        trusted, refused = frozenset(self.trusted), frozenset(self.refused)
-        after = replace(hearing, trusted=trusted, refused=refused, labels=labels, places=self.places.found)
-        return reading, replace(after, readings=self.readings, unsure=self.unsure, errors=self.errors)
+        after = replace(
+            hearing,
+            trusted=frozenset(self.trusted),
+            refused=frozenset(self.refused),
+            readings=self.readings,
+            unsure=self.unsure,
+            labels=labels,
+            errors=self.errors,
+            places=self.places.found,
+        )
+        return reading, after
 
     def wants(self, hearing: Hearing, unread: Set[str], outputs: Any) -> tuple[bool, Hearing]:
         """Whether this pass is read: it is due, or uses parameters without statistics. All processes say the same.
@@ -261,12 +260,20 @@ class Reader:
         """
         if self.due:
             return True, hearing
-        names = sorted(unread - hearing.tried)
+        names = unread - hearing.tried
+        if not names:
+            return False, hearing
         used = find_used([t.grad_fn for t in leaves(outputs)], {name: self.leaves[name] for name in names})
-        if self.processes.size > 1 and names:
-            flags = self.processes.sum(torch.tensor([float(name in used) for name in names], device=self._device))
-            used = {name for name, flag in zip(names, list_numbers(flags), strict=True) if flag}
+        used = self._unite(names, used)
         return bool(used), replace(hearing, tried=hearing.tried | used)
+
+    def _unite(self, names: Set[str], own: set[str]) -> set[str]:
+        """Those of these names that some process has. All ask for the same."""
+        if self.processes.size == 1 or not names:
+            return own
+        order = sorted(names)
+        flags = self.processes.sum(torch.tensor([float(name in own) for name in order], device=self._device))
+        return {name for name, flag in zip(order, list_numbers(flags), strict=True) if flag}
 
     @property
     def is_silent(self) -> bool:
@@ -320,7 +327,7 @@ class Reader:
         if known is not None and self._hears_all(known, calls):
             layers = collect_inputs(calls)
             self._line_up(len(rows), 0)
-            return Reading(Heard(layers), len(rows)), {seen.key: True for seen in layers}
+            return Reading(layers, {}, len(rows)), {seen.key: True for seen in layers}
         asking, self.unsure = is_asking(self.readings) or self.unsure, False  # all layers are judged, trusted ones too
         self.readings += 1
         self.silent = self.processes.size > 1 and loss.rows == 0
@@ -346,21 +353,16 @@ class Reader:
             # examples that cannot be told apart give squares that are right on average over labels alone
             takes=lambda seen: not (self._refuses(seen.layer) or (exact and seen.pooled)),
             silent=[layer for layer in self.layers.first if not self._trusts(layer)],
-            spare=lambda answers: [layer for layer in self.layers.spare if self._forsaken(layer, answers)],
+            spare=self._list_spare,
         )
         self.unsure |= not heard.sure
         names = self._without_layer(passed.gradients, heard)
-        plain = [dict(zip(passed.gradients, each, strict=True)) for each in slopes[:own]]
-        squares = self._squares(rows, names, list(passed.cotangents[:own]), passed.examples, plain, exact)
-        return self._split_reading(replace(heard, squares=squares), passed, own, slopes), heard.answers
+        squares = self._squares(rows, names, passed, slopes[:own], exact)
+        return self._split_reading(heard.layers, squares, passed, own, slopes), heard.answers
 
     def _hears_all(self, known: Set[str], calls: Sequence[Tap]) -> bool:
         """Whether the inputs of all these layers were heard, by some process: compiled graphs tell no inputs alone."""
-        heard, keys = {call.layer.key for call in calls if call.inputs.numel()}, sorted(known)
-        if self.processes.size > 1 and keys:
-            flags = self.processes.sum(torch.tensor([float(key in heard) for key in keys], device=self._device))
-            heard = {key for key, flag in zip(keys, list_numbers(flags), strict=True) if flag}
-        return heard >= known
+        return self._unite(known, {call.layer.key for call in calls if call.inputs.numel()}) >= known
 
     def _pass_over(self, measurement: Estimate | None) -> Reading:
         """Nothing of a batch without rows; the shared source of labels moves as on the other processes."""
@@ -371,7 +373,7 @@ class Reader:
             draws += [(2, span.total)] * span.cotangents
         for high, count in draws + [seed] * ((measurement is not None) + squares):
             torch.randint(high, (count,), generator=shared, device=shared.device)
-        return Reading(Heard([]), 0, scores=(dict[str, Tensor](),) * (span.cotangents if measurement is None else 1))
+        return Reading([], {}, 0, scores=(dict[str, Tensor](),) * (span.cotangents if measurement is None else 1))
 
     def _pass(
         self,
@@ -408,16 +410,23 @@ class Reader:
         held = heard.held_names | {name for layer in layers for name in layer.layout.names}
         return [name for name in watched if name not in held]
 
-    def _split_reading(self, heard: Heard, passed: Pass, own: int, slopes: list[list[Tensor | None]]) -> Reading:
+    def _split_reading(
+        self,
+        layers: list[Seen],
+        squares: dict[str, Tensor],
+        passed: Pass,
+        own: int,
+        slopes: list[list[Tensor | None]],
+    ) -> Reading:
         """The statistics' own cotangents, and those for measurements: the others, or all where there are no others."""
         measuring = slice(own if own < len(passed.cotangents) else 0, None)
-        measured = [part.only(measuring) for seen in heard.layers for part in seen.split_parts() if not part.pooled]
+        measured = [part.only(measuring) for seen in layers for part in seen.split_parts() if not part.pooled]
         scores = list[dict[str, Tensor]]()  # of the parameters without a layer, dense, a dict for each cotangent
         for each in slopes[measuring]:
-            known = {name: slope for name, slope in zip(passed.gradients, each, strict=True) if name in heard.squares}
-            scores.append({name: slope.to_dense() for name, slope in known.items() if slope is not None})
-        heard = replace(heard, layers=[seen.only(slice(own)) for seen in heard.layers])
-        return Reading(heard, len(passed.outputs), measured, tuple(scores))
+            known = zip(passed.gradients, each, strict=True)
+            scores.append({n: slope.to_dense() for n, slope in known if slope is not None and n in squares})
+        layers = [seen.only(slice(own)) for seen in layers]
+        return Reading(layers, squares, len(passed.outputs), measured, tuple(scores))
 
     def _products(self, rows: Tensor) -> list[Tap]:
         """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
@@ -445,12 +454,15 @@ class Reader:
         self,
         rows: Tensor,
         names: list[str],
-        cotangents: list[Tensor],
-        examples: Examples,
-        plain: list[dict[str, Tensor | None]],
+        passed: Pass,
+        slopes: Sequence[Sequence[Tensor | None]],
         exact: bool,
     ) -> dict[str, Tensor]:
-        """The diagonal over examples of parameters without a layer, those that were reached."""
+        """The diagonal over examples of parameters without a layer, those that were reached.
+
+        slopes: of all watched parameters, per cotangent of the statistics' own.
+        """
+        examples = passed.examples
         if self._named_by_layers():
             generator = torch.Generator()
         else:  # the shared source moves alike in all processes
@@ -461,7 +473,8 @@ class Reader:
         if not names:
             return {}
         params = [self.leaves[name] for name in names]
-        gradients = [[each[name] for name in names] for each in plain]
+        cotangents, places = passed.cotangents[: len(slopes)], [list(passed.gradients).index(name) for name in names]
+        gradients = [[each[place] for place in places] for each in slopes]
         squares = dict(zip(names, square_elementwise(rows, params, cotangents, examples, gradients), strict=True))
         if rest := [name for name in names if squares[name] is None]:
             groups, params = examples.count if exact else None, [self.leaves[name] for name in rest]
@@ -470,10 +483,13 @@ class Reader:
         known = {name: square for name, square in squares.items() if square is not None}
         return {name: square for name, square in known.items() if self.silent or bool(square.any())}
 
-    def _forsaken(self, spare: Traced, heard: Mapping[str, bool]) -> bool:
-        """Whether a layer was just found not to explain its matrix, which this one may."""
-        first = next(layer for layer in self.layers.known.values() if layer.layout.weight == spare.layout.weight)
-        return heard.get(first.key) is False and not self._refuses(first) and not self._refuses(spare)
+    def _list_spare(self, answers: Mapping[str, bool]) -> Sequence[Traced]:
+        """The matrices that their layers were just found not to explain."""
+        if all(answers.values()):
+            return ()
+        lost = [layer for layer in self.layers.known.values() if answers.get(layer.key) is False]
+        weights = {layer.layout.weight for layer in lost if not self._refuses(layer)}
+        return [layer for layer in self.layers.spare if layer.layout.weight in weights and not self._refuses(layer)]
 
     def _agree_on_reading(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
         """The part of a reading that all processes take the same way."""
@@ -489,18 +505,21 @@ class Reader:
         for key, layer in layers.items():
             if key not in roll.layers or key in roll.refused:
                 continue
-            like = self._like(layer.layout.names[0])
-            part = seen[key] if key in seen else make_empty_pass(layer, span.cotangents, like, key in roll.tokens)
-            passed[key] = match_parts(part, roll.parts.get(key, 1), span.cotangents, like)
-            self.trusted |= set(layer.claims)
-        held, squares = {name for key in passed for name in layers[key].layout.names}, dict[str, Tensor]()
-        for name in roll.names:
-            if name not in held:
-                squares[name] = own.squares[name] if name in own.squares else self._zeros(name)
+            if key not in seen or key in roll.parts:
+                like = self._like(layer.layout.names[0])
+                part = seen[key] if key in seen else make_empty_pass(layer, span.cotangents, like, key in roll.tokens)
+                seen[key] = match_parts(part, roll.parts.get(key, 1), span.cotangents, like)
+            passed[key] = seen[key]
+            self.trusted.update(layer.claims)
+        held = {name for key in passed for name in layers[key].layout.names}
+        squares = {
+            name: own.squares[name] if name in own.squares else zeros_whole(self.named[name], self._like(name).dtype)
+            for name in roll.names
+            if name not in held
+        }
         measured = [part for part in own.apart if part.key in passed]
-        heard = replace(own.heard, layers=list(passed.values()), squares=squares)
         weights, own_part = {**roll.layers, **roll.names}, span if self.processes.size > 1 else None
-        return Reading(heard, own.rows, measured, own.scores, weights, roll.positions, own_part)
+        return Reading([*passed.values()], squares, own.rows, measured, own.scores, weights, roll.positions, own_part)
 
     @property
     def _device(self) -> torch.device:
@@ -510,9 +529,6 @@ class Reader:
         """Nothing, of the dtype and on the device of a parameter's statistics."""
         p = self.named[name]
         return torch.empty(0, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-
-    def _zeros(self, name: str) -> Tensor:
-        return zeros_whole(self.named[name], self._like(name).dtype)
 
     def _refuses(self, layer: Layer) -> bool:
         return not self.refused.isdisjoint(layer.claims)
@@ -585,7 +601,8 @@ class Reader:
                 trusted=self.trusted or None,
             )
         measured = [part for seen in statistics.layers for part in seen.split_parts()]
-        return Reading(statistics.heard, rows, measured), {seen.key: True for seen in statistics.layers}
+        answers = {seen.key: True for seen in statistics.layers}
+        return Reading(statistics.layers, statistics.squares, rows, measured), answers
 
 
 def runs_once(error: RuntimeError) -> bool:

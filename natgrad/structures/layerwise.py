@@ -210,7 +210,7 @@ class Layerwise(Structure):
         arranged = Arranged(space, parts).declare(nats=reading.metric.nats)
         averages = totals if self.decay else {}
         memory = {"names": list(params), "held": held, "draws": draws + 1, "weight": weight, "totals": averages}
-        return arranged, memory | {"sure": reading.heard.sure or not asking, "meet": reading.meet}
+        return arranged, memory | {"sure": reading.sure or not asking, "meet": reading.meet}
 
     def kind_of(self, name: str, memory: Memory | None) -> str:
         if memory is None or name not in memory["names"]:

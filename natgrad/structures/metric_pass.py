@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from natgrad.ground.pure import PureModel, RandomState, mixes_examples
 from natgrad.ground.spaces import Params
 from natgrad.layers import (
     Examples,
-    Heard,
     Mixed,
     ModelLayers,
     Pass,
@@ -43,18 +42,10 @@ class Collected:
     """What a metric's own pass gave, and the metric that it came from."""
 
     metric: Pullback  # the metric at the point
-    heard: Heard  # what hooks recorded of the layers
-    meet: bool = False  # True if all rows are one example's
-
-    @property
-    def layers(self) -> list[Seen]:
-        """The layers that explain their parameters' gradients."""
-        return self.heard.layers
-
-    @property
-    def squares(self) -> dict[str, Tensor]:
-        """Of the parameters that no layer holds, by name."""
-        return self.heard.squares
+    layers: list[Seen]  # those that explain their parameters' gradients
+    squares: dict[str, Tensor]  # of the parameters that no layer holds, by name
+    sure: bool  # True if every layer was judged by a gradient that is not zero, and every example has its place
+    meet: bool  # True if all rows are one example's
 
 
 def hear_metric(
@@ -103,14 +94,14 @@ def hear_metric(
         takes=lambda seen: not seen.pooled or (seen.layer.is_routed and isinstance(estimate, Sampled)),
         spare=lambda answers: spare_of(spare, answers) if trusted is None else (),
     )
+    layers, squares = heard.layers, heard.squares
     if metric.weighs_inputs:
-        heard = replace(heard, layers=[weigh_examples(seen, pullback.weights) for seen in heard.layers])
+        layers = [weigh_examples(seen, pullback.weights) for seen in layers]
     rest = {name: p for name, p in params.items() if name not in heard.held_names}
     if rest:
-        factor = torch.stack(apart(cotangents, examples), dim=2)
-        heard = replace(heard, squares=squares_of(pullback, rest, factor))
+        squares = squares_of(pullback, rest, torch.stack(apart(cotangents, examples), dim=2))
     placed = not (ask and strict and any(has_no_place(tap) for tap in taps))
-    return Collected(pullback, replace(heard, sure=heard.sure and placed), examples.count == 1)
+    return Collected(pullback, layers, squares, heard.sure and placed, examples.count == 1)
 
 
 def spare_of(spare: Sequence[Traced], answers: Mapping[str, bool]) -> list[Traced]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.constants import FALLS_TO, KL_SLACK
-from natgrad.layers.hearing import Heard
 from natgrad.optim.block_step import measure_excess, pool_form, squares_and_sums, sum_rows
 from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
@@ -160,7 +159,7 @@ def test_losses_that_can_be_negative_get_a_bound_in_nats():
 def learn_ratio(length: Length, form: float, promised: float = 1.0) -> Length:
     """What is known after a measurement, made up as one parameter's summed score."""
     step = {"w": torch.ones((), dtype=F64)}
-    sample = Reading(Heard([]), 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
+    sample = Reading([], {}, 1, [], ({"w": torch.tensor(form, dtype=F64).sqrt()},))
     return measure_excess(length, sample, step, {"w": torch.tensor(promised, dtype=F64)}, step, Processes())
 
 

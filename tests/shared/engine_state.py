@@ -56,7 +56,7 @@ def record_readings(opt: Any, found: list[Reading]) -> None:
     start = opt._flow.averages.start
 
     def keep(update: Any, reading: Reading, decay: float) -> Any:
-        found.append(Reading(replace(reading.heard, layers=list(reading.layers)), reading.rows))
+        found.append(Reading(list(reading.layers), reading.squares, reading.rows))
         return start(update, reading, decay)
 
     averages = opt._flow.averages
