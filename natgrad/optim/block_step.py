@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ from natgrad.layers import Seen
 from natgrad.optim.blocks import (
     Averages,
     BatchUpdate,
-    BlockScales,
+    KnownScale,
     Penalised,
     join_scalars,
     sum_scalars,
 )
 from natgrad.optim.checks import check_statistics
-from natgrad.optim.guard import Verdict, least_damping, stay_finite, watch_late
+from natgrad.optim.guard import least_damping, stay_finite, watch_late
 from natgrad.optim.objective import BatchForm, PooledLoss
 from natgrad.optim.passes import Loss
 from natgrad.optim.processes import Processes, describe_groups
@@ -101,9 +101,7 @@ class BlockEvidence(Evidence):
         if self.update.far:
             losses = [replace(loss, value=loss.value * math.nan) for loss in losses]
         norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
-        groups = {id(group): group for group in self.settings.values()}.values()
-        keys = "lr", "momentum", "weight_decay", "l2", *choices.rule.options
-        described = partial(describe_groups, groups, *keys)
+        described = partial(self.describe_settings, choices)
         loss, nats, scale, norm = choices.processes.pool_losses(losses, self.nats, self.scale, norms, described)
         if not (isinstance(scale, float) and scale == 1):
             raw = {name: gradient / scale for name, gradient in raw.items()}
@@ -111,7 +109,12 @@ class BlockEvidence(Evidence):
         damping = next(iter(self.settings.values()))["damping"]
         return Batch(raw, norm, loss, self.update.guard, damping, cuts=True, norms=norms, nats=nats, scale=scale)
 
-    def open(self, choices: Choices, state: State, batch: Batch, verdict: Verdict) -> BlockWork:
+    def describe_settings(self, choices: Choices) -> str:
+        """What must be alike on all processes."""
+        groups = {id(group): group for group in self.settings.values()}.values()
+        return describe_groups(groups, "lr", "momentum", "weight_decay", "l2", *choices.rule.options)
+
+    def open(self, choices: Choices, state: State, batch: Batch) -> BlockWork:
         """Statistics -> blocks -> damped inverses, when they are due."""
         update = self.update
         check_statistics(not update.blocks)
@@ -129,10 +132,9 @@ class BlockEvidence(Evidence):
                 self.check_followed,
             )
             pace = replace(pace, updated=state.step)
-        known = {"blocks": update.blocks, "hearing": update.hearing, "outside": outside, "pace": pace}
-        now = replace(state, guard=verdict.guard, **known)
-        work = BlockWork(choices, now, batch, verdict.loss, self)
-        updated = pace.updated > pace.inverted
+        known = {"hearing": update.hearing, "outside": outside, "pace": pace, "guard": batch.guard}
+        now = replace(state, blocks=update.blocks, **known)
+        work, updated = BlockWork(choices, now, batch, self), pace.updated > pace.inverted
         work.invert(updated and is_due(pace.inverted, now.step, now.is_turned, choices.invert_every))
         return work
 
@@ -152,15 +154,14 @@ class BlockWork(Work):
     """One step of a metric in blocks.
 
     Attributes:
+        gradients: Of the loss, with those of a penalty.
         stacks: The gradients and their new running means, blocks that are alike together.
         shaped: The directions of these stacks, where the rule shapes them.
         vectors: What the rule remembers, by parameter.
     """
 
-    def __init__(
-        self, choices: Choices, state: State, batch: Batch, loss: float | None, evidence: BlockEvidence
-    ) -> None:
-        super().__init__(choices, state, batch, loss, evidence.examples)
+    def __init__(self, choices: Choices, state: State, batch: Batch, evidence: BlockEvidence) -> None:
+        super().__init__(choices, state, batch, evidence.examples)
         self.evidence, self.averages, self.sample = evidence, evidence.averages, evidence.update.sample
         self.settings, self.owners, self.processes = evidence.settings, evidence.averages.owners, choices.processes
         self.values, self.device = evidence.values, batch.norm.device
@@ -171,6 +172,10 @@ class BlockWork(Work):
         self.fall = self.rule.rate_at(state.step, state.noise.turned)
         self.strengths = {name: float(group["l2"]) for name, group in self.settings.items()}
         self.rates = {name: float(group["lr"]) * self.fall for name, group in self.settings.items()}
+        self.momenta = {name: float(group["momentum"]) for name, group in self.settings.items()}
+        self.gradients: Mapping[str, Tensor] = batch.gradients
+        if any(self.strengths.values()):
+            self.gradients = Penalised(batch.gradients, self.values, self.strengths)
         self.stacks, self.shaped, self.vectors = list[StackGradient](), list[Tensor](), dict(state.vectors)
 
     @cached_property
@@ -199,22 +204,31 @@ class BlockWork(Work):
         self.state = replace(self.state, blocks=blocks, guard=guard, pace=pace)
 
     def damp(self) -> Callable[[Block], float]:
-        """The damping of each block, by today's averages."""
-        scales = BlockScales(self.averages, self.state.blocks, self.batch.nats)
+        """The damping of each block, by today's averages, whose eigenvalues are read where it asks for them."""
+        blocks = self.state.blocks
+        means = cache(partial(self.averages.mean_eigenvalues, blocks))
+        mean = cache(lambda: self.averages.mean_over_blocks(blocks, means()))
         if self.owners.apart:
-            _ = scales.mean  # all processes together, before each looks at its own blocks
-        return partial(self.level, scales, self.batch.list_norms())
+            mean()  # all processes together, before each looks at its own blocks
+        return partial(self.level, means, mean, self.batch.list_norms())
 
-    def level(self, scales: BlockScales, norms: Mapping[str, float], block: Block) -> float:
+    def level(
+        self,
+        means: Callable[[], Mapping[str, float]],
+        mean: Callable[[], float],
+        norms: Mapping[str, float],
+        block: Block,
+    ) -> float:
         """The damping of a block: the strategy's, a penalty's, and for a part of the loss that the metric lacks."""
         damping, hearing, outside = self.choices.damping, self.state.hearing, self.state.outside
-        name, scale = block.layout.names[0], scales.of()
+        name, scale = block.layout.names[0], KnownScale(self.batch.nats, mean)
         number = float(self.settings[name]["damping"])
-        level = damping.amount(number, scales.of(block.key) if damping.per_block else scale) + self.strengths[name]
+        own = KnownScale(self.batch.nats, lambda: means()[block.key]) if damping.per_block else scale
+        level = damping.amount(number, own) + self.strengths[name]
         if damping.of_whole:
             # curvatures of the layers before a regression's last ones grow with the square of its unit
             unit = hearing.errors.scale(hearing.error) if hearing.errors else ErrorScale()
-            level += damping.of_whole * number * scales.mean / unit.of(name) ** 2
+            level += damping.of_whole * number * mean() / unit.of(name) ** 2
         if name in outside.levels:
             level += outside.damping(name, damping.amount(number, scale))
         return max(level, least_damping([norms[name] for name in block.layout.names if name in norms]))
@@ -248,7 +262,7 @@ class BlockWork(Work):
         excess, settings = self.state.length.excess, self.settings.values()
         true = self.form_of_blocks(vector) if excess is None else promise.scale_by(excess.to(self.device))
         return Quadratic(
-            gradient=Parts(self.penalise(self.batch.gradients)),
+            gradient=Parts(self.gradients),
             operator=None,
             damping=float(next(iter(settings))["damping"]),
             proposal=BlockStep(vector, true, promise, excess, self.without_penalty(levels), forms, slope),
@@ -276,10 +290,9 @@ class BlockWork(Work):
     def directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
         """d by name, (G + damping I)^-1 m unless the rule shapes it, the slopes d^T m, and the damping by name."""
         gradients, named = self.batch.gradients, self.averages.named
-        momenta = {name: float(group["momentum"]) for name, group in self.settings.items()}
-        known = (self.state.stacks, self.state.blocks, gradients, momenta, self.is_ready, self.shapes, named)
+        known = (self.state.stacks, self.state.blocks, gradients, self.momenta, self.is_ready, self.shapes, named)
         blocks, stacks = arrange(*known)
-        self.stacks = stack_gradients(stacks.parts, self.penalise(gradients), momenta, named)
+        self.stacks = stack_gradients(stacks.parts, self.gradients, self.momenta, named)
         steps, slopes, parts = self.shape_directions() if self.shapes else self.solve_directions()
         levels = dict(stacks.levels)
         if len(parts) == len(stacks.parts):
@@ -378,10 +391,6 @@ class BlockWork(Work):
         names = [name for name in block.layout.names if name in self.batch.gradients]
         return self.averages.matrix(block, {name: self.values[name].detach() for name in names})
 
-    def penalise(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The gradients with those of a penalty."""
-        return Penalised(gradients, self.values, self.strengths) if any(self.strengths.values()) else gradients
-
     def follow_signal(self) -> None:
         """Follow how much of the gradients is signal; turn to the rule's own directions where that is little."""
         if not self.rule.turns_at or self.turned or self.batch.uncut is not None:  # a gradient that was cut is none
@@ -389,15 +398,13 @@ class BlockWork(Work):
         means, counts = dict[str, Tensor](), dict[str, int]()
         for stack in self.stacks:
             if stack.after.mean is not None:
-                parts = split_stack(stack.after, stack.after.mean)
-                means |= {name: part for name, part in parts.items() if self.settings[name]["momentum"]}
+                means |= split_stack(stack.after, stack.after.mean)
                 counts |= stack.after.counts
-        if not (means or self.owners.apart):  # without momentum nothing is known
+        decays = {name: self.momenta[name] for name in means if self.momenta[name]}
+        if not (decays or self.owners.apart):  # without momentum nothing is known
             return
-        decays = {name: float(self.settings[name]["momentum"]) for name in means}
-        gradients, norms = self.penalise(self.batch.gradients), self.batch.norms
-        sizes = {name: measure_norm(gradients[name]) if self.strengths[name] else norms[name] for name in means}
-        sums = signal_sums(sizes, means, counts, decays) if means else torch.zeros(3)
+        norms = {n: measure_norm(self.gradients[n]) if self.strengths[n] else self.batch.norms[n] for n in decays}
+        sums = signal_sums(norms, means, counts, decays) if decays else torch.zeros(3)
         if self.owners.apart:
             sums = self.processes.sum(sums.double().to(self.device))
             if not bool(sums[1] > 0):
@@ -458,7 +465,7 @@ class BlockWork(Work):
         """The form on the sample of a pass, and a penalty's."""
         moves = vector.tensors()
         form, _ = pool_form(sample, moves, {}, self.values, self.processes)
-        return form / sum_rows(sample) + self.penalty(moves)
+        return form / sample.all_rows + self.penalty(moves)
 
     def without_penalty(self, levels: Mapping[str, float]) -> dict[str, float]:
         """The damping by name without a penalty, which the measured form has."""
@@ -694,7 +701,7 @@ def measure_excess(
     what the form has besides the metric.
     """
     form, promise = pool_form(sample, steps, promised, named, processes)
-    form = form + sum_rows(sample) * penalty
+    form = form + sample.all_rows * penalty
     before, fresh = length.excess, form / promise
     falls = before is not None and bool(fresh < FALLS_TO**2 * before)
     if before is not None:
@@ -715,7 +722,7 @@ def pool_form(
     processes: Processes,
 ) -> tuple[Tensor, Tensor]:
     """step^T G step, and what was promised of the parameters that a process's sample covers; times the rows of all."""
-    like, share = next(iter(steps.values())), sum_share(sample)
+    like, share = next(iter(steps.values())), sample.share
     squares, sums, names = squares_and_sums(sample, steps, named)
     covered = torch.tensor([name in names for name in promised], dtype=like.dtype, device=like.device)
     sums = torch.stack([as_tensor_like(slope, like) for slope in sums]) if sums else like.new_zeros(0)
@@ -723,17 +730,7 @@ def pool_form(
     form = totals[0] + totals[1 : 1 + len(sums)].square().sum()
     parts = zip(promised.values(), list_numbers(totals[1 + len(sums) :]) if promised else [], strict=True)
     promises = [value.to(form) for value, processes in parts if processes > 0]
-    return form, sum_rows(sample) * (torch.stack(promises).sum() if promises else torch.zeros_like(form))
-
-
-def sum_rows(sample: Reading) -> float:
-    """The rows of all processes."""
-    return float(sample.rows if sample.span is None else sample.span.rows)
-
-
-def sum_share(sample: Reading) -> float:
-    """What this process's part weighs among them."""
-    return float(sample.rows) if sample.span is None else sample.span.share
+    return form, sample.all_rows * (torch.stack(promises).sum() if promises else torch.zeros_like(form))
 
 
 def sample_examples(reading: Reading) -> Reading:
@@ -767,22 +764,16 @@ def squares_and_sums(
     """
     layers = [seen for seen in reading.apart if any(name in steps for name in seen.layer.layout.names)]
     layers = [seen for seen in layers if len(seen.deltas) == len(layers[0].deltas)]
-    squares = form_of(layers, steps, named) if layers else 0.0
+    squares, examples = 0.0, min((seen.examples for seen in layers), default=0)
+    if examples:  # else other processes have those that are measured
+        slopes = [slopes_of(seen, steps, named, examples) for seen in layers]
+        squares = torch.stack(slopes).sum(0).square().sum()
     names = [name for seen in layers for name in seen.layer.layout.names]
     sums, like = list[Tensor](), next(iter(steps.values()))
     for scores in reading.scores:
         rest = [(score * steps[name]).sum() for name, score in scores.items() if name in steps and name not in names]
         sums.append(torch.stack(rest).sum() if rest else like.new_zeros(()))
     return squares, sums, names + [name for scores in reading.scores[:1] for name in scores]
-
-
-def form_of(layers: Sequence[Seen], steps: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Tensor:
-    """sum_i (score_i^T step)^2 over the layers together, summed over cotangents."""
-    examples = min(seen.examples for seen in layers)
-    if not examples:  # other processes have those that are measured
-        return torch.zeros((), dtype=layers[0].deltas[0].dtype, device=layers[0].deltas[0].device)
-    slopes = [slopes_of(seen, steps, named, examples) for seen in layers]
-    return torch.stack(slopes).sum(0).square().sum()
 
 
 def slopes_of(seen: Seen, steps: Mapping[str, Tensor], named: Mapping[str, Tensor], examples: int) -> Tensor:

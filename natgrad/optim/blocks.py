@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -196,13 +195,16 @@ class Averages:
 
     def _assign(self, blocks: Mapping[str, Block], reading: Reading) -> dict[str, Block]:
         """An owner for every block of the reading; the blocks without what is another's now."""
-        costs = {seen.key: self.cost(seen.layer.layout, seen.layer) for seen in reading.layers}
-        costs |= {name: self.cost(single(name, self.named[name]), None) for name in reading.squares}
-        return self.share_out(blocks, costs)
+        layouts = [(seen.key, seen.layer.layout, seen.layer) for seen in reading.layers]
+        layouts += [(name, single(name, self.named[name]), None) for name in reading.squares]
+        fresh = {key: self.cost(layout, layer) for key, layout, layer in layouts if key not in self.owners.costs}
+        return self.share_out(blocks, fresh)
 
     def share_out(self, blocks: Mapping[str, Block], costs: Mapping[str, Cost]) -> dict[str, Block]:
         """An owner for these blocks. The numbers of another's are forgotten."""
         self.owners.assign(costs, max(next(iter(self.named.values())).element_size(), 4))
+        if not self.owners.apart:
+            return dict(blocks)
         return {
             key: block if self.owners.holds(key) else Block(block.layout, block.layer, fresh=block.fresh)
             for key, block in blocks.items()
@@ -238,18 +240,18 @@ class Averages:
 
     def mean_eigenvalues(self, blocks: Mapping[str, Block]) -> dict[str, float]:
         """Of every block that this process holds, by one read of the device."""
-        held = [block for block in blocks.values() if self.owners.holds(block.key) and block.weight]
-        means = [self.operator(block).mean_eigenvalue() for block in held]  # one after another: they are copies
-        numbers = (
-            list_numbers(torch.stack([mean.to(means[0].device, torch.float64) for mean in means])) if means else []
-        )
-        return {block.key: number for block, number in zip(held, numbers, strict=True)}
+        held = {key: block for key, block in blocks.items() if self.owners.holds(key) and block.weight}
+        means = {key: self.operator(block).mean_eigenvalue().double() for key, block in held.items()}
+        return dict(zip(means, list_numbers(join_scalars(means)), strict=True))
 
     def mean_over_blocks(self, blocks: Mapping[str, Block], means: Mapping[str, float]) -> float:
         """The mean eigenvalue over all blocks that are trained, of all processes."""
-        trained = [b for b in blocks.values() if any(self.named[name].requires_grad for name in b.layout.names)]
-        sizes = {block.key: math.prod(block.layout.matrix_shape) for block in trained if block.key in means}
-        total, size = sum(means[key] * n for key, n in sizes.items()), float(sum(sizes.values()))
+        total = size = 0.0
+        for key, mean in means.items():
+            layout = blocks[key].layout
+            if any(self.named[name].requires_grad for name in layout.names):
+                entries = math.prod(layout.matrix_shape)
+                total, size = total + mean * entries, size + entries
         if self.owners.apart:
             total, size = self._sum([total, size])
         return total / size if size else 0.0
@@ -269,22 +271,23 @@ class Averages:
         level_of: a block -> its damping; None where nothing is damped. inverts: False where no inverse is needed.
         shaper: a rule whose directions need more of a block.
         """
-        blocks = {key: replace(block, fresh=False) if key in keys else block for key, block in blocks.items()}
-        own = {key: blocks[key] for key in blocks if key in keys and self.owners.solves(key) and blocks[key].weight}
-        levels = dict.fromkeys(own, 0.0)  # lambda of each block
-        if level_of is not None:
-            levels = {key: level_of(block) for key, block in own.items()}
-            levels = {key: level for key, level in levels.items() if level > 0}  # else no derivative has reached it yet
-        tried, solved = dict[str, Block](), self.invert_alike(own, levels) if inverts else {}
-        prepared = {} if shaper is None else self.prepare_alike({key: own[key] for key in levels}, shaper)
+        blocks, levels, tried = dict(blocks), dict[str, float](), dict[str, Block]()
+        for key in [key for key in blocks if key in keys]:
+            block = blocks[key]
+            blocks[key] = block = replace(block, fresh=False) if block.fresh else block
+            if self.owners.solves(key) and block.weight:
+                level = 0.0 if level_of is None else level_of(block)  # lambda of the block
+                if level_of is None or level > 0:  # else no derivative has reached it yet
+                    levels[key] = level
+        solved = self.invert_alike(blocks, levels) if inverts else {}
+        prepared = {} if shaper is None else self.prepare_alike({key: blocks[key] for key in levels}, shaper)
         for key, level in levels.items():
-            candidate = self.invert_block(own[key], level, inverts, shaper, solved.get(key), prepared.get(key))
-            self.owners.done += self.cost(candidate.layout, candidate.layer).work
-            tried[key] = candidate
+            tried[key] = self.invert_block(blocks[key], level, inverts, shaper, solved.get(key), prepared.get(key))
+            self.owners.done += self.owners.costs[key].work
         sound = are_finite([numbers_of(block) for block in tried.values()])
         fresh = dict[str, Block]()
         for key, fits in zip(tried, sound, strict=True):
-            block = tried[key] if fits else self.climb(own[key], levels[key], inverts, shaper)
+            block = tried[key] if fits else self.climb(blocks[key], levels[key], inverts, shaper)
             if block is not None:
                 fresh[key] = block
         failures = len(tried) - len(fresh)
@@ -440,44 +443,12 @@ class Averages:
         return self.owners.share_scalars(forms, firsts, next(iter(step.parts.values())))
 
 
-class BlockScales:
-    """What a damping asks of the metric: nats, and the mean eigenvalue of a block or of all. Made when first asked for.
-
-    Args:
-        averages: The blocks' metric.
-        blocks: By key.
-        nats: Per example in one unit of the mean loss.
-    """
-
-    def __init__(self, averages: Averages, blocks: Mapping[str, Block], nats: Any) -> None:
-        self.averages, self.blocks, self.nats = averages, blocks, nats
-
-    @cached_property
-    def means(self) -> dict[str, float]:
-        """The blocks' mean eigenvalues."""
-        return self.averages.mean_eigenvalues(self.blocks)
-
-    @cached_property
-    def mean(self) -> float:
-        """Of all blocks. All processes ask for it together."""
-        return self.averages.mean_over_blocks(self.blocks, self.means)
-
-    def of(self, key: str | None = None) -> KnownScale:
-        """The scale of one block, or of all."""
-        return KnownScale(self.nats, self, key)
-
-
 @dataclass(frozen=True)
 class KnownScale:
     """A part of a metric as a damping sees it."""
 
-    nats: Any
-    scales: BlockScales
-    key: str | None
-
-    def mean_eigenvalue(self) -> float:
-        """Trace over n."""
-        return self.scales.mean if self.key is None else self.scales.means[self.key]
+    nats: Any  # per example in one unit of the mean loss
+    mean_eigenvalue: Callable[[], float]  # trace over n
 
 
 def describe_totals(totals: Mapping[str, Tensor]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from natgrad.layers import Layout, UnitLayout
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, Operator
 from natgrad.optim.checks import inputs_of
-from natgrad.optim.guard import NotFiniteError, Verdict, are_finite, stay_finite
+from natgrad.optim.guard import NotFiniteError, are_finite, stay_finite
 from natgrad.optim.joined import check_in_step, join_choice
 from natgrad.optim.objective import Objective, Proximal
 from natgrad.optim.passes import Data
@@ -128,18 +128,17 @@ class SystemEvidence(Evidence):
         loss = None if self.loss is None else torch.where(torch.isfinite(self.loss), self.loss, math.nan)
         return Batch(self.space.unflatten(self.gradient), measure_norm(self.gradient), loss, state.guard)
 
-    def open(self, choices: Choices, state: State, batch: Batch, verdict: Verdict) -> FlatWork:
+    def open(self, choices: Choices, state: State, batch: Batch) -> FlatWork:
         """The system of this batch.
 
         Args:
             choices: What does not change between steps.
             state: Of the last step.
-            batch: What `pool` made.
-            verdict: On it.
+            batch: What `pool` made, judged.
         """
         evidence = self if self.complete is None else self.complete(self)
         check_asks(choices, state, evidence.objective)
-        return FlatWork(choices, replace(state, guard=verdict.guard), batch, verdict.loss, evidence)
+        return FlatWork(choices, replace(state, guard=batch.guard), batch, evidence)
 
 
 class FlatWork(Work):
@@ -153,10 +152,8 @@ class FlatWork(Work):
         tries: Solutions so far.
     """
 
-    def __init__(
-        self, choices: Choices, state: State, batch: Batch, loss: float | None, evidence: SystemEvidence
-    ) -> None:
-        super().__init__(choices, state, batch, loss, evidence.examples)
+    def __init__(self, choices: Choices, state: State, batch: Batch, evidence: SystemEvidence) -> None:
+        super().__init__(choices, state, batch, evidence.examples)
         self.evidence, self.space = evidence, evidence.space
         self.system = evidence.system(state)
         vectors = state.gather(self.space)

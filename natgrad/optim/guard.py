@@ -66,16 +66,6 @@ UNMOVED = (
 )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a batch is good for."""
-
-    trouble: str  # why it is left out, a sentence; empty where it is not
-    factor: float  # what its gradient is multiplied by, at most 1
-    loss: float | None  # its loss; None where none was told
-    guard: Guard  # what is known with it
-
-
 class NotFiniteError(ValueError):
     """A loss, a gradient or a metric that is not finite: what `on_trouble` decides about."""
 

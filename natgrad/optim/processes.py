@@ -209,7 +209,7 @@ class Processes:
         model: Any,
         named: Mapping[str, Tensor],
         structure: object,
-        settings: Sequence[object],
+        settings: Iterable[object],
         leaves: GraphLeaves | None = None,
     ) -> None:
         """Look once more, before the first step, as the model may have been wrapped since; then compare all processes.
@@ -236,7 +236,8 @@ class Processes:
                 self.check(structure)
             self.compare(named, describe_settings(structure, *settings))
             self.settled = True
-        refuse_join(self.wrappers)
+        if self.wrappers:
+            refuse_join(self.wrappers)
 
     def sum(self, tensor: Tensor, kind: str = "scalars", owner: int | None = None) -> Tensor:
         """The sum over all processes, the same bits on each.
@@ -918,9 +919,9 @@ class Owners:
 
     def assign(self, costs: Mapping[str, Cost], itemsize: int) -> None:
         """Give blocks that have no owner yet to one. All processes call this with the same blocks."""
-        fresh = {key: cost for key, cost in costs.items() if key not in self.of}
-        self.costs |= fresh
-        if not self.is_shared or not fresh:
+        self.costs |= costs
+        fresh = {key: cost for key, cost in costs.items() if key not in self.of} if self.is_shared else {}
+        if not fresh:
             return
         if self.share == "auto":
             state = itemsize * sum(cost.state for cost in self.costs.values())

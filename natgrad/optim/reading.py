@@ -64,9 +64,19 @@ class Reading:
     span: Span | None = None  # where this part stands in the batch of all processes; None: it is all there is
 
     @property
+    def all_rows(self) -> float:
+        """The rows of all processes."""
+        return float(self.rows if self.span is None else self.span.rows)
+
+    @property
+    def share(self) -> float:
+        """What its rows weigh among them."""
+        return float(self.rows) if self.span is None else self.span.share
+
+    @property
     def weight(self) -> float:
         """What a row's derivatives weigh beside those of another process, whose mean is over other rows."""
-        return 1.0 if self.span is None or not self.rows else self.span.share / self.rows
+        return self.share / self.rows if self.rows else 1.0
 
 
 @dataclass(frozen=True)

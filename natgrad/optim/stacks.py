@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,12 +51,13 @@ def arrange(
     key = (tuple(gradients), dict(decays), shapes)
     if stacks.blocks is blocks and stacks.key == key:
         return blocks, stacks
-    before = stacks.by_key()
-    known = {name: part for single in before.values() for name, part in single.list_means()}
-    groups, rest = dict[Any, list[Stack]](), list[Stack]()
-    for single in (adopt(before.get(key), block, known, named) for key, block in blocks.items()):
-        block = single.blocks[0]
-        names = tuple(name for name in block.layout.names if name in gradients)
+    before, groups, rest = stacks.by_key(), dict[Any, list[Stack]](), list[Stack]()
+    means = cache(lambda: {name: part for single in before.values() for name, part in single.list_means()})
+    for block in blocks.values():
+        single, names = before.get(block.key), tuple(name for name in block.layout.names if name in gradients)
+        if single is None or single.blocks[0].layout != block.layout:  # its parameters may have been another block's
+            single = Stack((block,)).join_means(means(), named)
+        single = replace(single, blocks=(block,), names=names)
         if not names or not is_ready(block.key, block):
             rest.append(single)
             continue
@@ -66,20 +68,11 @@ def arrange(
             own = () if block.layer else block.layout.shape
             kind += (own, signature(block.prepared), signature(single.memory))
         even = len(ages) == 1 and len(names) == len(block.layout.names)
-        groups.setdefault(kind if even else block.key, []).append(replace(single, names=names))
+        groups.setdefault(kind if even else block.key, []).append(single)
     parts = [merge(alike) for alike in groups.values()]
     blocks = {**blocks, **{block.key: block for stack in parts for block in stack.blocks}}
     levels = {name: block.level or 0.0 for stack in parts for block in stack.blocks for name in block.layout.names}
     return blocks, Stacks(tuple(parts), tuple(rest), blocks, key, levels)
-
-
-def adopt(
-    single: Stack | None, block: Block, known: Mapping[str, Mapping[str, Any]], named: Mapping[str, Tensor]
-) -> Stack:
-    """A block as a stack of its own, with what was remembered of it, or of its parameters where the block is new."""
-    if single is not None and single.blocks[0].layout == block.layout:
-        return replace(single, blocks=(block,))
-    return Stack((block,)).join_means(known, named)
 
 
 def merge(alike: Sequence[Stack]) -> Stack:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, GaussianPosterior, Heads
 from natgrad.ground.typed_torch import list_numbers
-from natgrad.optim.guard import Guard, Verdict, describe_trouble
+from natgrad.optim.guard import Guard, describe_trouble
 from natgrad.optim.processes import Processes
 from natgrad.optim.state import State
 from natgrad.rules import Damping, Memory, Objective, Quadratic, Rule, Step
@@ -70,13 +70,14 @@ class Batch:
     gradients: Mapping[str, Tensor]  # of the mean loss, by name
     norm: Tensor  # of all together
     loss: Tensor | None  # the mean over all rows; None where none was told
-    guard: Guard  # what is known of the batches before it
+    guard: Guard  # what is known of the batches before it; with it once it was judged
     damping: float | None = None  # its number, as the first parameter group has it; None where no group does
     cuts: bool = False  # True if a gradient that is far too long is cut
     norms: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # the gradients', by name, scalar tensors
     nats: Any = 1.0  # nats per example in one unit of the loss
     scale: Any = 1.0  # what the gradients were divided by
     uncut: Mapping[str, Tensor] | None = None  # the gradients before they were cut; None where they were not
+    value: float | None = None  # the loss as a number, once it was judged
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -84,10 +85,10 @@ class Batch:
         known = {"gradient": self.norm, "damping": self.damping, "loss": self.loss}
         return {name: number for name, number in known.items() if number is not None}
 
-    def judge(self, bounded: bool, steps: int) -> Verdict:
-        """Whether it is fit for a step, and how much of its gradient: one read of the device.
+    def judge(self, bounded: bool, steps: int) -> tuple[Batch, str]:
+        """The batch with as much of its gradient as is fit for a step, and why it is left out; empty where it is not.
 
-        bounded: True if the loss is known to be at least 0. steps: taken so far.
+        One read of the device. bounded: True if the loss is known to be at least 0. steps: taken so far.
         """
         losses = [] if self.loss is None else [torch.as_tensor(self.loss, dtype=torch.float64, device=self.norm.device)]
         length, *values = list_numbers(torch.stack([self.norm.double(), *losses]))
@@ -95,21 +96,18 @@ class Batch:
         wild = bounded and loss is not None and self.guard.is_wild(loss, steps)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
         sound = math.isfinite(length) and not (loss is not None and math.isnan(loss))
+        if wild or not sound:
+            return self, describe_trouble(self.gradients, loss, wild)
         factor, guard = self.guard.cut_gradient(length, steps) if self.cuts else (1.0, self.guard)
-        trouble = "" if sound and not wild else describe_trouble(self.gradients, loss, wild)
-        return Verdict(trouble, factor, loss, guard)
+        if factor == 1:
+            return replace(self, guard=guard, value=loss), ""
+        gradients, norms = ({n: factor * t for n, t in part.items()} for part in (self.gradients, self.norms))
+        return replace(self, gradients=gradients, norms=norms, uncut=self.gradients, guard=guard, value=loss), ""
 
     def list_norms(self) -> dict[str, float]:
         """The gradients' norms by name: one read of the device."""
         norms = [norm.to(self.norm.device, torch.float64) for norm in self.norms.values()]
         return dict(zip(self.norms, list_numbers(torch.stack(norms)), strict=True)) if norms else {}
-
-    def cut(self, factor: float) -> Batch:
-        """The gradients times a factor, at most 1."""
-        if factor == 1:
-            return self
-        gradients, norms = ({n: factor * t for n, t in part.items()} for part in (self.gradients, self.norms))
-        return replace(self, gradients=gradients, norms=norms, uncut=self.gradients)
 
 
 class Evidence(ABC):
@@ -126,7 +124,7 @@ class Evidence(ABC):
         """Gradient and loss over all processes."""
 
     @abstractmethod
-    def open(self, choices: Choices, state: State, batch: Batch, verdict: Verdict) -> Work:
+    def open(self, choices: Choices, state: State, batch: Batch) -> Work:
         """A step from this state on a batch that is fit for one, with its metric."""
 
     def leave(self, choices: Choices, state: State) -> State:
@@ -150,10 +148,8 @@ class Work(ABC):
         loss: The batch's, as it was read; None where none was told.
     """
 
-    def __init__(
-        self, choices: Choices, state: State, batch: Batch, loss: float | None, examples: Callable[[], int]
-    ) -> None:
-        self.choices, self.batch, self.loss, self.rule = choices, batch, loss, choices.rule
+    def __init__(self, choices: Choices, state: State, batch: Batch, examples: Callable[[], int]) -> None:
+        self.choices, self.batch, self.loss, self.rule = choices, batch, batch.value, choices.rule
         self.examples = examples
         self.state: State = state
         self.moved, self.report, self.dampings = Move(), batch.numbers, dict[str, float]()
@@ -216,19 +212,18 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
 
     Pure: an error, Ctrl-C or a number that is not finite leaves `state` in force.
     """
-    batch = evidence.pool(choices, state)
-    verdict = batch.judge(choices.bounded, state.step)
-    if verdict.trouble:
-        return leave_out(evidence.leave(choices, state), batch.numbers, verdict.trouble)
+    batch, trouble = evidence.pool(choices, state).judge(choices.bounded, state.step)
+    if trouble:
+        return leave_out(evidence.leave(choices, state), batch.numbers, trouble)
     # 1 the metric: statistics -> blocks -> damped inverses, or one linear system
-    work = evidence.open(choices, state, batch.cut(verdict.factor), verdict)
+    work = evidence.open(choices, state, batch)
     # 2 direction, 3 length, 4 damping; with more of it where a rule takes nothing of a solution
     model = work.propose()
     while model is not None and not work.take(model):
         model = work.propose()
     # all of it, or nothing
     if not work.is_sound():
-        trouble = describe_trouble(batch.gradients, verdict.loss, wild=False)
+        trouble = describe_trouble(batch.gradients, batch.value, wild=False)
         return leave_out(evidence.leave(choices, state), batch.numbers, trouble)
     return work.moved, work.finish(), StepReport(work.report, dampings=work.dampings)
 

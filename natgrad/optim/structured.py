@@ -181,11 +181,16 @@ class StructuredNaturalGradient(ModelOptimizer):
         return partial(state_report, live.told.numbers, live.state.step, guard.failures, guard.refused)
 
     def _settle(self) -> None:
-        live, flow = self._live, self._flow
-        names, owners = ("update_every", "invert_every", "measure", "train_in_eval", "on_trouble"), flow.averages.owners
-        rest = {name: getattr(self, name) for name in names} | {"share": owners.share, "budget": owners.budget}
-        settings = self.rule, self.damping, rest
-        live.processes.settle(self.model, live.named, self.structure, settings, flow.reader.leaves)
+        settings, leaves = self._list_alike(), self._flow.reader.leaves
+        self._live.processes.settle(self.model, self._live.named, self.structure, settings, leaves)
+
+    def _list_alike(self) -> Generator[object]:
+        """What must be alike on all processes, besides the structure."""
+        owners = self._flow.averages.owners
+        names = "update_every", "invert_every", "measure", "train_in_eval", "on_trouble"
+        yield self.rule
+        yield self.damping
+        yield {name: getattr(self, name) for name in names} | {"share": owners.share, "budget": owners.budget}
 
     def _record_loss(self, outputs: Any, targets: Any, value: Tensor, chosen: bool) -> None:
         self._settle()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.constants import FALLS_TO, KL_SLACK
-from natgrad.optim.block_step import measure_excess, pool_form, squares_and_sums, sum_rows
+from natgrad.optim.block_step import measure_excess, pool_form, squares_and_sums
 from natgrad.optim.processes import Processes
 from natgrad.optim.reading import Reading
 from natgrad.optim.state import Length
@@ -46,7 +46,7 @@ def measure_form(opt: Any, outputs: Tensor, targets: Any, vector: Tensor, params
     opt._live.recall.record_loss(opt.criterion, outputs, targets, outputs.sum())
     reading, step = read_pass(opt, outputs, targets), ng.Space(params).unflatten(vector)
     assert set(squares_and_sums(reading, step, params)[2]) == set(params)
-    return pool_form(reading, step, {}, params, Processes())[0] / sum_rows(reading)
+    return pool_form(reading, step, {}, params, Processes())[0] / reading.all_rows
 
 
 @pytest.mark.parametrize("name", LAYERS)
