@@ -8,10 +8,9 @@ from natgrad.optim.checkpoint import Attributes, load_checkpoint, read_parts, sa
 from natgrad.optim.flat_step import LinearSystem, Solved, SystemEvidence, shift_blocks
 from natgrad.optim.guard import Accidents, NotFiniteError, OnTrouble, guard_steps
 from natgrad.optim.joined import JoinedMetric, join_operator, update_jointly
-from natgrad.optim.names import NAMES
 from natgrad.optim.objective import Objective
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.options import BlockOptions, FlatOptions, SharedOptions
+from natgrad.optim.options import NAMES, BlockOptions, FlatOptions, SharedOptions
 from natgrad.optim.processes import Processes, meet_processes, refuse_processes
 from natgrad.optim.recipes import (
     ang,

@@ -3,19 +3,74 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
+from natgrad.families import LOSSES
+from natgrad.ground.choices import Names, read_choice
 from natgrad.ground.pure import Select
 from natgrad.ground.spaces import hint_at_parameters
 from natgrad.optim.guard import OnTrouble
-from natgrad.optim.names import NAMES, replace_name
-from natgrad.rules import Damping, Rule
-from natgrad.solvers import Solver
-from natgrad.structures import Preconditioner, Structure
+from natgrad.rules import (
+    Constant,
+    Damping,
+    GridSearch,
+    LevenbergMarquardt,
+    LineSearch,
+    MeasuredLength,
+    MeasuredTrustRegion,
+    Momentum,
+    NoiseAware,
+    NormalisedRate,
+    OnlineRadius,
+    Rate,
+    Relative,
+    Rule,
+    SafeRate,
+    SpectralDescent,
+    SpectralProgress,
+    SubspaceSearch,
+    TrustRegion,
+)
+from natgrad.solvers import (
+    CG,
+    Auto,
+    Direct,
+    KrylovSubspace,
+    LeastSquares,
+    MinresQLP,
+    Nystrom,
+    PseudoInverse,
+    SampleSpace,
+    Solver,
+    Spring,
+)
+from natgrad.structures import (
+    AdaptiveInverse,
+    Averaged,
+    Blocks,
+    Dense,
+    Diagonal,
+    DiagonalPreconditioner,
+    EigenKronecker,
+    Empirical,
+    EmpiricalPreconditioner,
+    Exact,
+    ExactLabels,
+    FirstOrder,
+    Kronecker,
+    LowRankCovariance,
+    OnlineLowRank,
+    Preconditioner,
+    Sampled,
+    Structure,
+    UnitWise,
+    Woodbury,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -198,6 +253,40 @@ def with_options(options: Any, settings: type, *without: str, **own: Any) -> Cal
         return call_checked
 
     return decorate
+
+
+# the names that stand for choices in a text: `rule="spectral"`, `damping="relative(0.1)"`
+
+
+def name_kinds(*kinds: type, **others: type) -> Names:
+    """Each class by its name in lower case, words apart; others by names of their own."""
+    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in kinds} | others
+
+
+RULES = (
+    *(NoiseAware, SpectralProgress, SpectralDescent, MeasuredLength, TrustRegion, MeasuredTrustRegion, LineSearch),
+    *(GridSearch, SubspaceSearch, OnlineRadius, NormalisedRate, Momentum, SafeRate, Rate),
+)
+SOLVERS = (Auto, CG, MinresQLP, Direct, PseudoInverse, SampleSpace, LeastSquares, Nystrom, KrylovSubspace, Spring)
+BLOCKS = (Exact, Dense, Blocks, Diagonal, Kronecker, EigenKronecker, OnlineLowRank, LowRankCovariance, AdaptiveInverse)
+NAMES: Mapping[str, Names] = {
+    "criterion": LOSSES,
+    "rule": name_kinds(*RULES, spectral=SpectralProgress),
+    "damping": name_kinds(Constant, Relative, LevenbergMarquardt),
+    "solver": name_kinds(*SOLVERS),
+    "structure": name_kinds(*BLOCKS, unitwise=UnitWise),
+    "estimate": name_kinds(Sampled, ExactLabels, Empirical),
+    "method": name_kinds(Averaged, FirstOrder, Woodbury),
+    "preconditioner": name_kinds(diagonal=DiagonalPreconditioner, empirical=EmpiricalPreconditioner),
+}
+"""By argument, the names that it takes as text, and what each builds."""
+
+
+def replace_name(argument: str, value: Any) -> Any:
+    """The choice that a text names; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    return read_choice(argument, value, NAMES[argument], {**NAMES["estimate"], **NAMES["method"]})
 
 
 def read_settings(settings: type[S], options: Mapping[str, Any]) -> S:

@@ -15,9 +15,8 @@ from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Select
 from natgrad.metrics import Metric, gauss_newton
 from natgrad.operators import Operator
-from natgrad.optim.names import replace_name
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.options import BlockOptions, BlockSettings, FlatOptions, FlatSettings, with_options
+from natgrad.optim.options import BlockOptions, BlockSettings, FlatOptions, FlatSettings, replace_name, with_options
 from natgrad.optim.structured import StructuredNaturalGradient
 from natgrad.rules import (
     Damping,

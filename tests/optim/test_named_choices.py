@@ -12,7 +12,7 @@ from torch import nn
 import natgrad as ng
 from natgrad.ground.choices import Names
 from natgrad.optim import NAMES
-from natgrad.optim.names import replace_name
+from natgrad.optim.options import replace_name
 from natgrad.rules import SpectralProgress
 
 ARGUMENTS = {
