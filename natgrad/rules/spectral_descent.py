@@ -11,11 +11,11 @@ from torch import Tensor
 
 from natgrad.ground.constants import ITERATIONS, KEPT_DIRECTIONS, WIDEST
 from natgrad.ground.linalg import BLOCK, gram, invert_factor_or_nan, invert_shifted
-from natgrad.ground.typed_torch import as_tensor_like, torch_linalg
+from natgrad.ground.typed_torch import torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, Objective, Rule
 from natgrad.rules.quadratic import Memory, Quadratic, Step
-from natgrad.rules.step_rules import scale_usual
+from natgrad.rules.step_rules import scale_usual, share_loss
 
 POLISH = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -137,7 +137,7 @@ class SpectralDescent(Rule):
             return block.memory["direction"], dict(block.memory)
         root = block.prepared["inputs"].to(n)
         matrix = n.squeeze(0) if len(n) == 1 and root.dim() < 3 else n
-        direction = apply_root(polar(whiten_inputs(matrix, root), self.iterations), root).view(n.shape)
+        direction = apply_root(polar(apply_root(matrix, root, transposed=True), self.iterations), root).view(n.shape)
         direction = (direction * (max(1.0, n.shape[-2] / n.shape[-1]) * min(1.0, room)) ** 0.5).contiguous()
         return direction, {"direction": direction, "step": torch.tensor(block.steps)} if every > 1 else {}
 
@@ -205,11 +205,8 @@ class SpectralDescent(Rule):
             model: Knows the loss and its nats.
             like: A tensor of the dtype and the device wanted.
         """
-        bound = torch.zeros_like(like) + model.nats * self.kl_share
-        if model.run.bounded:
-            loss = as_tensor_like(model.loss, like)
-            bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
-        return bound.clamp(max=scale_usual(model.run.options.get("max_kl", math.inf), model))
+        most = scale_usual(model.run.options.get("max_kl", math.inf), model)
+        return share_loss(model, self.kl_share, like).clamp(max=most)
 
 
 def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:
@@ -234,54 +231,32 @@ def table_rows(shape: tuple[int, ...]) -> int | None:
     return sides[0] if len(sides) == 2 and min(sides) <= WIDEST else None
 
 
-def whiten_inputs(matrix: Tensor, root: Tensor) -> Tensor:
-    """X W^T for X (..., p, q) and W (..., q, q), lower triangular, or (q,) for a diagonal."""
+def apply_root(matrix: Tensor, root: Tensor, transposed: bool = False) -> Tensor:
+    """X W, or X W^T, for X (..., p, q) and W (..., q, q), lower triangular, or (q,) for a diagonal."""
     if root.dim() == 1:
         return matrix * root
-    if root.shape[-1] <= BLOCK or not matrix.is_cpu:
-        return matrix @ root.mT
-    if matrix.dim() > 2 and root.shape[:-2] == matrix.shape[:-2]:
-        return torch.stack([whiten_inputs(x, w) for x, w in zip(matrix.unbind(), root.unbind(), strict=True)])
+    alike = root.shape[:-2] == matrix.shape[:-2]
+    if root.shape[-1] <= BLOCK or not matrix.is_cpu or not (alike or matrix.dim() == 2):
+        return matrix @ (root.mT if transposed else root)
     if matrix.dim() > 2:
-        return matrix @ root.mT
-    multiply_by_upper(matrix, root, product := torch.empty_like(matrix, memory_format=torch.contiguous_format))
+        return torch.stack([apply_root(x, w, transposed) for x, w in zip(matrix.unbind(), root.unbind(), strict=True)])
+    product = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    multiply_triangle(matrix, root, product, transposed)
     return product
 
 
-def apply_root(matrix: Tensor, root: Tensor) -> Tensor:
-    """X W for X (..., p, q) and W (..., q, q), lower triangular, or (q,) for a diagonal."""
-    if root.dim() == 1:
-        return matrix * root
-    if root.shape[-1] <= BLOCK or not matrix.is_cpu:
-        return matrix @ root
-    if matrix.dim() > 2 and root.shape[:-2] == matrix.shape[:-2]:
-        return torch.stack([apply_root(x, w) for x, w in zip(matrix.unbind(), root.unbind(), strict=True)])
-    if matrix.dim() > 2:
-        return matrix @ root
-    multiply_by_lower(matrix, root, product := torch.empty_like(matrix, memory_format=torch.contiguous_format))
-    return product
-
-
-def multiply_by_upper(matrix: Tensor, lower: Tensor, out: Tensor) -> None:
-    """X W^T into `out`, without the products with W's zeros, block by block."""
+def multiply_triangle(matrix: Tensor, lower: Tensor, out: Tensor, transposed: bool) -> None:
+    """X W, or X W^T, into `out`, without the products with W's zeros, block by block."""
     if (n := len(lower)) <= BLOCK:
-        torch.mm(matrix, lower.mT, out=out)
+        torch.mm(matrix, lower.mT if transposed else lower, out=out)
         return
     half = n // 32 * 16
-    multiply_by_upper(matrix[:, :half], lower[:half, :half], out[:, :half])
-    multiply_by_upper(matrix[:, half:], lower[half:, half:], out[:, half:])
-    out[:, half:].addmm_(matrix[:, :half], lower[half:, :half].mT)
-
-
-def multiply_by_lower(matrix: Tensor, lower: Tensor, out: Tensor) -> None:
-    """X W into `out`, likewise."""
-    if (n := len(lower)) <= BLOCK:
-        torch.mm(matrix, lower, out=out)
-        return
-    half = n // 32 * 16
-    multiply_by_lower(matrix[:, :half], lower[:half, :half], out[:, :half])
-    multiply_by_lower(matrix[:, half:], lower[half:, half:], out[:, half:])
-    out[:, :half].addmm_(matrix[:, half:], lower[half:, :half])
+    multiply_triangle(matrix[:, :half], lower[:half, :half], out[:, :half], transposed)
+    multiply_triangle(matrix[:, half:], lower[half:, half:], out[:, half:], transposed)
+    if transposed:
+        out[:, half:].addmm_(matrix[:, :half], lower[half:, :half].mT)
+    else:
+        out[:, :half].addmm_(matrix[:, half:], lower[half:, :half])
 
 
 def polar(matrix: Tensor, iterations: int = len(POLISH)) -> Tensor:

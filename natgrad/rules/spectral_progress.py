@@ -25,13 +25,7 @@ from natgrad.ground.linalg import invert_factor_or_nan, symmetrise
 from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule
 from natgrad.rules.quadratic import Memory, Quadratic, Step
-from natgrad.rules.spectral_descent import (
-    apply_root,
-    polar,
-    table_rows,
-    whiten_inputs,
-    whitener,
-)
+from natgrad.rules.spectral_descent import apply_root, polar, table_rows, whitener
 
 
 @dataclass(frozen=True)
@@ -314,7 +308,7 @@ def whiten(matrices: Tensor, roots: Mapping[str, Tensor], last: bool = False) ->
         return spread(roots["root"], matrices, 0) * (matrices - part @ inputs.mT)
     if inputs.dim() < matrices.dim():
         return matrices * spread(inputs, matrices, 1)
-    return apply_root(matrices, inputs) if last else whiten_inputs(matrices, inputs)
+    return apply_root(matrices, inputs, transposed=not last)
 
 
 def unwhiten(matrices: Tensor, roots: Mapping[str, Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_share
 from natgrad.ground.constants import AT_ONCE, FEW_PASSES, MOST_NATS, RADIUS_SLACK, SAME_LOSS
+from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.operators import Facts
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step, Vector, hold_kl, share_of_rate
@@ -160,12 +161,17 @@ class MeasuredLength(Rule):
             like: A tensor of the dtype and the device wanted.
         """
         options = self.options | dict(model.run.options)
-        share = options["kl_share"]
-        bound = torch.zeros_like(like) + model.nats * share
-        if model.run.bounded and math.isfinite(share):  # an infinite share of nothing is no bound either
-            loss = torch.as_tensor(model.loss, dtype=like.dtype, device=like.device)
-            bound = bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
+        bound = share_loss(model, options["kl_share"], like)
         return bound.clamp(max=scale_usual(options["max_kl"], model)) * min(1.0, (model.run.steps + 1) / self.warm)
+
+
+def share_loss(model: Quadratic, share: float, like: Tensor) -> Tensor:
+    """A share of the loss in nats, of one nat per entry where the loss may be negative; in the dtype of `like`."""
+    bound = torch.zeros_like(like) + model.nats * share
+    if not model.run.bounded or math.isinf(share):  # an infinite share of nothing is no bound either
+        return bound
+    loss = as_tensor_like(model.loss, like)
+    return bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
 
 
 def scale_usual(max_kl: float, model: Quadratic) -> float:
