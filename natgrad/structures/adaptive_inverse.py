@@ -169,8 +169,32 @@ class Update(Explained):
         """How many numbers are remembered, in units of n^2."""
 
 
+class KeptInverse(Update):
+    """The inverse itself is kept, and nothing else."""
+
+    offset: float
+    floor: float
+    start_at: float
+
+    def __post_init__(self) -> None:
+        check_positive("offset", self.offset)
+        check_positive("start_at", self.start_at)
+        if not 0 <= self.floor < 1:
+            raise ValueError(f"floor is {self.floor}, expected a number in [0, 1): the least weight of new data")
+
+    def start(self, operator: Operator) -> Memory:
+        return {"inverse": scaled_identity(operator, 1 / self.start_at)}
+
+    def operator(self, memory: Memory) -> Operator:
+        return InvertedOperator(memory["inverse"])
+
+    @property
+    def matrices(self) -> int:
+        return 1
+
+
 @dataclass(frozen=True)
-class FirstOrder(Update):
+class FirstOrder(KeptInverse):
     """Eq. 4: G^-1 <- (1 + eps) G^-1 - eps (G^-1 U)(G^-1 U)^T, eps = max(1 / (t + offset), floor).
 
     Where eq. 4 would lose positivity (eps lambda_max(U^T G^-1 U) >= 1 + eps, tested exactly) the exact update is taken
@@ -189,11 +213,8 @@ class FirstOrder(Update):
     floor: float = 0.0
     start_at: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_inverse(self)
-
     def start(self, operator: Operator) -> Memory:
-        return {"inverse": scaled_identity(operator, 1 / self.start_at), "refused": 0}
+        return super().start(operator) | {"refused": 0}
 
     def step(self, memory: Memory, root: Tensor) -> Memory | None:
         before, rate = memory["inverse"], adaptation_rate(memory["step"], self.offset, self.floor)
@@ -203,16 +224,9 @@ class FirstOrder(Update):
         inverse = kept_symmetric(update(before, root, rate, image=image), memory["step"])
         return {"inverse": inverse, "refused": memory["refused"] + (not positive)} if all_finite(inverse) else None
 
-    def operator(self, memory: Memory) -> Operator:
-        return InvertedOperator(memory["inverse"])
-
-    @property
-    def matrices(self) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
-class Woodbury(Update):
+class Woodbury(KeptInverse):
     """The exact inverse of eq. 3 by Woodbury's formula, at the cost of eq. 4 and an (r, r) factorisation.
 
     There is no damping: with floor > 0, G^-1 grows by 1 / (1 - floor) per step in directions that the data never show;
@@ -231,23 +245,10 @@ class Woodbury(Update):
     floor: float = 0.0
     start_at: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_inverse(self)
-
-    def start(self, operator: Operator) -> Memory:
-        return {"inverse": scaled_identity(operator, 1 / self.start_at)}
-
     def step(self, memory: Memory, root: Tensor) -> Memory | None:
         rate = adaptation_rate(memory["step"], self.offset, self.floor)
         inverse = kept_symmetric(woodbury_inverse(memory["inverse"], compress_root(root), rate), memory["step"])
         return {"inverse": inverse} if all_finite(inverse) else None
-
-    def operator(self, memory: Memory) -> Operator:
-        return InvertedOperator(memory["inverse"])
-
-    @property
-    def matrices(self) -> int:
-        return 1
 
 
 @dataclass(frozen=True)
@@ -472,11 +473,3 @@ def scaled_identity(operator: Operator, scale: float) -> Tensor:
     matrix = torch.zeros(operator.size, operator.size, dtype=operator.dtype, device=operator.device)
     matrix.diagonal().fill_(scale)
     return matrix
-
-
-def check_inverse(update: FirstOrder | Woodbury) -> None:
-    """ValueError unless the rates lie in (0, 1) and the start is positive definite."""
-    check_positive("offset", update.offset)
-    check_positive("start_at", update.start_at)
-    if not 0 <= update.floor < 1:
-        raise ValueError(f"floor is {update.floor}, expected a number in [0, 1): the least weight of new data")

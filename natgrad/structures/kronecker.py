@@ -22,8 +22,29 @@ FEWEST = 1024
 """Rows of a pass that factors are taken from, if there are as many."""
 
 
+class Factored(Layerwise):
+    """What structures of two factors have in common: how large a factor is, and what its inputs' second moment is."""
+
+    reduce: bool
+    largest: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Room(self.largest, self.budget)
+
+    def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
+        return average_inputs(layer, totals, weight)
+
+    def kind(self, totals: Statistics) -> str:
+        return super().kind(totals) + describe_cuts(totals)
+
+    def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
+        return factor_sizes(layer, Room(self.largest, self.budget))
+
+
 @dataclass(frozen=True)
-class Kronecker(Layerwise):
+class Kronecker(Factored):
     """S (x) A per layer (K-FAC): S = E[delta delta^T] of the output derivatives, A = E[a a^T] of the inputs.
 
     Exact for one example, and where inputs and derivatives are independent. An embedding's A is diagonal: token
@@ -68,7 +89,6 @@ class Kronecker(Layerwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Room(self.largest, self.budget)
         if not self.rows > 0:
             raise ValueError(f"rows is {self.rows}, expected a number > 0; math.inf for all rows of a pass")
 
@@ -90,18 +110,9 @@ class Kronecker(Layerwise):
             return Tiled.kronecker(left, right, layer.layout.matrix_shape[1:], factored=self.factored)
         return KroneckerOperator(left, right, factored=self.factored)
 
-    def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
-        return average_inputs(layer, totals, weight)
-
-    def kind(self, totals: Statistics) -> str:
-        return super().kind(totals) + blocks_of(totals)
-
-    def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
-        return factor_sizes(layer, Room(self.largest, self.budget))
-
 
 @dataclass(frozen=True)
-class EigenKronecker(Layerwise):
+class EigenKronecker(Factored):
     """K-FAC's eigenbasis with the metric's own diagonal in it (EKFAC): closer to the metric in Frobenius norm, always.
 
     The diagonal is that of the examples' own gradients, exact for shared weights too. With a running average, earlier
@@ -142,7 +153,6 @@ class EigenKronecker(Layerwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Room(self.largest, self.budget)
         if not 0 <= self.stale < 1:
             raise ValueError(f"stale is {self.stale}, expected a share in [0, 1)")
 
@@ -193,15 +203,6 @@ class EigenKronecker(Layerwise):
             return spectral
         return Tiled.spectral(spectral, layer.layout.matrix_shape[1:])
 
-    def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
-        return average_inputs(layer, totals, weight)
-
-    def kind(self, totals: Statistics) -> str:
-        return super().kind(totals) + blocks_of(totals)
-
-    def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
-        return factor_sizes(layer, Room(self.largest, self.budget))
-
 
 def accumulate_inputs(seen: Seen, before: Statistics | None, decay: float, reduce: bool, room: Room) -> Statistics:
     """The totals of a layer's inputs alone, after a pass that tells nothing of derivatives: these are forgotten."""
@@ -249,7 +250,7 @@ def is_cut(totals: Statistics) -> bool:
     return any(totals[side].dim() == 4 for side in SIDES if side in totals)
 
 
-def blocks_of(totals: Statistics) -> str:
+def describe_cuts(totals: Statistics) -> str:
     """What to say of factors that are cut."""
     cut_sides = [side for side in SIDES if side in totals and totals[side].dim() == 4]
     cuts = [f"{side} in {totals[side].shape[:2].numel()} blocks" for side in cut_sides]
