@@ -54,10 +54,15 @@ def check_numbers_there(params: Mapping[str, Tensor]) -> None:
         )
 
 
+def to_dense(gradient: Tensor) -> Tensor:
+    """A gradient that may be sparse."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 def dense_gradient(name: str, p: Tensor) -> Tensor:
     """p.grad, dense. NotFiniteError if it is not finite."""
     assert p.grad is not None
-    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    gradient = to_dense(p.grad)
     if not all_finite(gradient):
         raise NotFiniteError(
             f"the gradient of {name!r} is not finite; nothing was changed. Skip this batch, or look for an overflow in "

@@ -17,7 +17,7 @@ from natgrad.ground.spaces import Params, Space
 from natgrad.ground.typed_torch import is_mapping, measure_norm
 from natgrad.metrics import Covariance, Metric, MetricSum, PullbackMetric
 from natgrad.operators import Centred, Facts, JoinedRows, Operator, Pullback, Rows
-from natgrad.optim.checks import dense_gradient
+from natgrad.optim.checks import dense_gradient, to_dense
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.objective import Objective, Reclose, SumOverData, Total
 from natgrad.optim.passes import Data, Loss, Recall
@@ -304,7 +304,8 @@ def read_gradients(
     if not params:
         return None
     space = Space(params)
-    vector = join_vectors(processes, space.flatten({name: to_dense(p.grad) for name, p in there.items()}), reports)
+    own = {name: to_dense(p.grad) for name, p in there.items() if p.grad is not None}
+    vector = join_vectors(processes, space.flatten(own), reports)
     if not bool(vector.isfinite().all()):
         raise NotFiniteError("the gradient is not finite on some process; nothing was changed on any")
     return params, space, vector / mean_scale(processes, reports)
@@ -317,7 +318,7 @@ def read_averaged(
     if not params:
         return None
     space = Space(params)
-    vector = space.flatten({name: to_dense(p.grad) for name, p in params.items()})
+    vector = space.flatten({name: to_dense(p.grad) for name, p in params.items() if p.grad is not None})
     reports = processes.share_numbers([recall.scale, float(measure_norm(vector.double()))], space.device)
     norms = [report[1] for report in reports]
     if any(abs(norm - norms[0]) > DRIFTED * max(norms) for norm in norms):  # false where one is NaN
@@ -343,11 +344,6 @@ def join_vectors(processes: Processes, vector: Tensor, reports: list[list[float]
     total = sum(report[1] for report in reports)
     weight = reports[processes.rank][1] / total if total else 0.0
     return processes.sum(weight * vector if weight else torch.zeros_like(vector))
-
-
-def to_dense(gradient: Tensor | None) -> Tensor | None:
-    """A gradient that may be sparse, or missing."""
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def weigh_gradient(recall: Recall) -> float:

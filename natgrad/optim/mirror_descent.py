@@ -14,6 +14,7 @@ from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import list_numbers
+from natgrad.optim.checks import to_dense
 from natgrad.optim.guard import Accidents, OnTrouble
 from natgrad.optim.processes import Processes, check_group, meet
 
@@ -203,8 +204,3 @@ class MirrorDescent(Optimizer):
         # what a scheduler or a trainer added stays where the state has none of it
         groups = [{**own, **old, **choice} for own, old, choice in zip(self.param_groups, saved, choices, strict=True)]
         super().load_state_dict({**state_dict, "param_groups": groups})
-
-
-def to_dense(gradient: Tensor) -> Tensor:
-    """A gradient that may be sparse."""
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood
 from natgrad.ground.constants import DRAWS, SCALER, TOO_FAR, TRIALS
 from natgrad.ground.linalg import as_columns
-from natgrad.ground.pure import RandomState, Select, map_tensors, pure_model, run_detached, run_uncompiled
+from natgrad.ground.pure import RandomState, Select, map_tensors, run_detached, run_uncompiled
 from natgrad.ground.spaces import Params, Space
 from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.ground.whole_tensors import any_split
 from natgrad.metrics import Covariance, Fisher, GaussNewton, Metric, PullbackMetric, SampledFisher
 from natgrad.operators import Operator, Scaled, Sum
 from natgrad.optim.checks import inputs_of
-from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Loss, Recall, RepeatError
+from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Loss, Recall, RepeatError, function_of
 from natgrad.optim.processes import Processes
 from natgrad.optim.state import Outside
 from natgrad.rules import Damping, Parts, Relative, Vector, as_damping
@@ -210,33 +210,33 @@ class Replay(Objective):
         count: float | None = None,
     ) -> None:
         self.count = math.nan if count is None else count
-        self.pure, self.select = pure_model(model, passed.inputs, passed.random), select
+        self.outputs_at = function_of(model, passed, select)
         self.criterion, self.targets = criterion, passed.targets
         super().__init__(params, space, math.nan)
         zero = {name: torch.zeros_like(p) for name, p in params.items()}
         self.before = self._evaluate(zero) if before is None else before
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
-        return float(run_detached(lambda: self._loss(self._move_parameters(step))))
+        return float(run_detached(lambda: self._loss(move_parameters(self.params, step))))
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         with torch.enable_grad():
-            points = self._move_parameters(step)
+            points = move_parameters(self.params, step)
             value = self._loss(points)
             gradients = torch.autograd.grad(value, list(points.values()), materialize_grads=True)
         return float(value.detach()), dict(zip(points, gradients, strict=True))
 
-    def _move_parameters(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
-        """theta + step as leaves that require a gradient, as in training: a forward pass may differentiate in them."""
-        return {name: (p.detach() + step[name]).requires_grad_() for name, p in self.params.items()}
-
     def _loss(self, params: dict[str, Tensor]) -> Tensor:
         """In units of its mean."""
-        outputs = self.pure(params)
-        outputs = outputs if self.select is None else self.select(outputs)
+        outputs = self.outputs_at(params)
         if math.isnan(self.count):
             self.count = self.criterion.count(map_tensors(outputs, torch.detach), self.targets)
         return self.criterion.value(outputs, self.targets) / self.criterion.scale(outputs, self.targets)
+
+
+def move_parameters(params: Mapping[str, Tensor], step: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """theta + step as leaves that require a gradient, as in training: a forward pass may differentiate in them."""
+    return {name: (p.detach() + step[name]).requires_grad_() for name, p in params.items()}
 
 
 class Total(Objective):
@@ -301,7 +301,7 @@ class Proximal:
         self, metric: PullbackMetric, data: Data, params: Mapping[str, Tensor], space: Space, gradient: Tensor
     ) -> None:
         self.metric, self.params, self.space, self.gradient = metric, params, space, gradient
-        self.pure = pure_model(metric.model, data.inputs, data.random)
+        self.outputs_at = function_of(metric.model, data, metric.outputs)
 
     def __call__(self, vector: Vector) -> float:
         assert isinstance(vector, Tensor)
@@ -317,9 +317,7 @@ class Proximal:
         return self._rows({name: torch.zeros_like(p) for name, p in self.params.items()})
 
     def _rows(self, step: Mapping[str, Tensor]) -> Tensor:
-        moved = {name: (p.detach() + step[name]).requires_grad_() for name, p in self.params.items()}
-        select: Select = self.metric.outputs or (lambda outputs: outputs)
-        return run_detached(lambda: self.metric.layout(select(self.pure(moved))))
+        return run_detached(lambda: self.metric.layout(self.outputs_at(move_parameters(self.params, step))))
 
 
 class Reclose(Objective):
@@ -679,14 +677,10 @@ class BatchForm:
     def _form(self, loss: Loss, moved: Mapping[str, Tensor], share: float) -> float:
         """Of one loss: sum_i (J_i d)^T w_i^1/2 M_i w_i^1/2 (J_i d)."""
         select, data = loss.settle(self.model, self.named, self.recall.outputs), loss.data()
-        pure = pure_model(self.model, data.inputs, data.random)
+        compute = function_of(self.model, data, select)
 
         def outputs_at(params: Mapping[str, Tensor]) -> Any:
-            def choose_outputs() -> Any:
-                outputs = pure({name: p.detach().requires_grad_() for name, p in params.items()})
-                return outputs if select is None else select(outputs)
-
-            return run_detached(choose_outputs)
+            return run_detached(lambda: compute({name: p.detach().requires_grad_() for name, p in params.items()}))
 
         same = loss.dtype == next(iter(self.named.values())).dtype  # under autocast the pass was rounded
         before = loss.outputs if same else outputs_at(self.named)

@@ -138,68 +138,40 @@ class Linearised:
         if [t.shape for t in parts] != [t.shape for t in self.values]:
             raise ValueError(OTHER_BATCH)
         moved = [t - value.to(t.dtype) for t, value in zip(parts, self.values, strict=True)]
-        images = iter(push_through(self, moved))
+        images = iter(carry_through(self, False, moved))
         flags = iter(self.moving)
         return map_tensors(self.given, lambda t: t + next(images) if next(flags) else t)
 
-    def push(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """P v, tensor by tensor of what was given to the loss, in the dtype of v."""
-        images = self._through(self.pulled, self.duals, tangents)
-        return tuple(t.to(tangents[0].dtype) for t in images)
-
-    def pull(self, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """P^T w, tensor by tensor of the outputs, in the dtype of w."""
-        images = self._through(self.pushed, self.tangents, cotangents)
-        return tuple(t.to(cotangents[0].dtype) for t in images)
-
-    def _through(self, images: Sequence[Tensor], points: list[Tensor], along: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        pairs = [(image, v.to(image.dtype)) for image, v in zip(images, along, strict=True) if image.requires_grad]
-        if not pairs:
-            return tuple(torch.zeros_like(point) for point in points)
-        outputs, vectors = zip(*pairs, strict=True)
-        return torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True)
+    def carry(self, back: bool, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """P v, tensor by tensor of what was given to the loss; back: P^T w, of the outputs. In the vectors' dtype."""
+        images, points = (self.pushed, self.tangents) if back else (self.pulled, self.duals)
+        pairs = [(image, v.to(image.dtype)) for image, v in zip(images, vectors, strict=True) if image.requires_grad]
+        products = tuple(torch.zeros_like(point) for point in points)
+        if pairs:
+            outputs, along = zip(*pairs, strict=True)
+            products = torch.autograd.grad(outputs, points, along, retain_graph=True, materialize_grads=True)
+        return tuple(t.to(vectors[0].dtype) for t in products)
 
 
-def push_through(route: Linearised, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """P v, differentiably."""
-    apply: Callable[..., tuple[Tensor, ...]] = getattr(Push, "apply")  # noqa: B009 (torch declares no types of it)
-    return apply(route, *tangents)
+def carry_through(route: Linearised, back: bool, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`Linearised.carry`, differentiably."""
+    apply: Callable[..., tuple[Tensor, ...]] = getattr(Carried, "apply")  # noqa: B009 (torch declares no types of it)
+    return apply(route, back, *vectors)
 
 
-def pull_through(route: Linearised, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """P^T w, differentiably."""
-    apply: Callable[..., tuple[Tensor, ...]] = getattr(Pull, "apply")  # noqa: B009
-    return apply(route, *cotangents)
-
-
-class Push(torch.autograd.Function):
-    """P v as a function of v, with derivatives of any order."""
+class Carried(torch.autograd.Function):
+    """P v as a function of v, or P^T w of w, with derivatives of any order: each is the other's derivative."""
 
     @staticmethod
-    def forward(ctx: Any, route: Linearised, *tangents: Tensor) -> tuple[Tensor, ...]:
-        """P v."""
-        ctx.route = route
-        return route.push(tangents)
+    def forward(ctx: Any, route: Linearised, back: bool, *vectors: Tensor) -> tuple[Tensor, ...]:
+        """P v or P^T w."""
+        ctx.route, ctx.back = route, back
+        return route.carry(back, vectors)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """P^T w."""
-        return None, *pull_through(ctx.route, cotangents)
-
-
-class Pull(torch.autograd.Function):
-    """P^T w as a function of w, with derivatives of any order."""
-
-    @staticmethod
-    def forward(ctx: Any, route: Linearised, *cotangents: Tensor) -> tuple[Tensor, ...]:
-        """P^T w."""
-        ctx.route = route
-        return route.pull(cotangents)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
-        """P v."""
-        return None, *push_through(ctx.route, tangents)
+    def backward(ctx: Any, *vectors: Tensor) -> tuple[Tensor | None, ...]:
+        """P^T w or P v."""
+        return None, None, *carry_through(ctx.route, not ctx.back, vectors)
 
 
 @dataclass(frozen=True)
@@ -539,6 +511,12 @@ class Loss:
             route = Route(route.passes, chosen)
         self.route, self.followed, self.repeated = route, True, True
         return route.select
+
+
+def function_of(model: Any, data: Data, select: Select | None) -> Callable[[dict[str, Tensor]], Any]:
+    """What a loss is computed on, as a function of the parameters: what `select` makes of a pass on these data."""
+    pure = pure_model(model, data.inputs, data.random)
+    return pure if select is None else lambda params: select(pure(params))
 
 
 def part(data: Data, size: int, seed: int, last: bool = False) -> Data:

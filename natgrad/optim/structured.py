@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.ground.constants import JUDGED_EVERY, LONGEST
-from natgrad.ground.pure import check_followed, check_select, full_precision, leaves, pure_model
+from natgrad.ground.pure import check_followed, check_select, full_precision, leaves
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.ground.whole_tensors import WholeTensors, any_split
 from natgrad.optim.base import Live, ModelOptimizer, count_rows
@@ -46,7 +46,7 @@ from natgrad.optim.objective import (
     replaying,
 )
 from natgrad.optim.options import BlockOptions, BlockSettings, read_settings, with_options
-from natgrad.optim.passes import Loss, Recall, listen
+from natgrad.optim.passes import Loss, Recall, function_of, listen
 from natgrad.optim.processes import Owners, check_share, meet, refuse_trials, weigh_loss
 from natgrad.optim.reading import Reader, release
 from natgrad.optim.report import StateReport, state_report
@@ -467,9 +467,8 @@ class StructuredNaturalGradient(ModelOptimizer):
             for loss in recall.used_losses():
                 leaves = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
                 try:
-                    select, data = loss.settle(self.model, named, recall.outputs), loss.data()
-                    outputs = pure_model(self.model, data.inputs, data.random)(leaves)
-                    rows = self.criterion.family.rows(outputs if select is None else select(outputs))
+                    select = loss.settle(self.model, named, recall.outputs)
+                    rows = self.criterion.family.rows(function_of(self.model, loss.data(), select)(leaves))
                 except (ValueError, NotImplementedError, RuntimeError):  # as where a step is measured: it is not known
                     continue
                 check_followed(rows, leaves, self.model)
