@@ -333,7 +333,7 @@ class ModelOptimizer(Optimizer):
             note = self.criterion.family.note
         except TypeError:  # a metric without a criterion
             note = ""
-        return Report((Row(name, *describe(name, p)) for name, p in self._by_group()), note)
+        return Report((Row(name, *describe(name, p)) for name, p, _ in self._by_group()), note)
 
     def state_report(self) -> StateReport:
         """How the last step went: KL moved, damping, reduction ratio, length, failures so far."""
@@ -610,14 +610,13 @@ class ModelOptimizer(Optimizer):
     def _labels(self) -> torch.Generator | None:
         """The source of labels."""
 
-    def _by_group(self) -> Iterator[tuple[str, Tensor]]:
+    def _by_group(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """The parameters of the groups by name, each with its group."""
         names = {id(p): name for name, p in self._live.named.items()}
-        return ((names[id(p)], p) for group in self.param_groups for p in group["params"] if id(p) in names)
-
-    def _rates(self, key: str) -> dict[str, float]:
-        """A key of the parameters' groups by name."""
-        by_id = {id(p): float(group[key]) for group in self.param_groups for p in group["params"]}
-        return {name: by_id[id(p)] for name, p in self._live.named.items() if id(p) in by_id}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if id(p) in names:
+                    yield names[id(p)], p, group
 
     def _options(self) -> dict[str, float]:
         """The rule's settings as the parameter groups have them: the least over the groups."""

@@ -627,11 +627,6 @@ def part_of_rows(pace: Pace, step: int, turned: bool) -> float:
     return min(1.0, since / min(LONGEST, find_interval(step, turned)))
 
 
-def start_afresh(pace: Pace) -> Pace:
-    """Ask for statistics, inverses and a measurement at the next step."""
-    return replace(pace, updated=-1, inverted=-1, measured=-1)
-
-
 # lengths
 
 
@@ -668,7 +663,8 @@ def is_watched(length: Length, step: int) -> bool:
 
 def turn(state: State) -> State:
     """From the next step on directions are the rule's own: it asks for fresh statistics, roots and measurements."""
-    return replace(state, noise=replace(state.noise, turned=state.step), pace=start_afresh(state.pace))
+    pace = replace(state.pace, updated=-1, inverted=-1, measured=-1)
+    return replace(state, noise=replace(state.noise, turned=state.step), pace=pace)
 
 
 def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> tuple[Noise, bool]:

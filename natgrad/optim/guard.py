@@ -332,16 +332,13 @@ def warn_without_gradient(parameters: Iterable[Tensor], computed: bool) -> None:
         )
 
 
-def warn_of_strangers(strangers: Set[str], warned: Set[str]) -> set[str]:
-    """Say, once, which parameters have gradients and no statistics; all names that were told so far."""
-    fresh = sorted(strangers - warned)
-    if fresh:
-        warnings.warn(
-            f"parameters {fresh} have a gradient but no statistics, and are not moved: no optimizer.loss(outputs, "
-            "targets) on an update step depends on them",
-            stacklevel=3,
-        )
-    return set(warned | strangers)
+def warn_of_strangers(strangers: Set[str]) -> None:
+    """Say which parameters have gradients and no statistics."""
+    warnings.warn(
+        f"parameters {sorted(strangers)} have a gradient but no statistics, and are not moved: no "
+        "optimizer.loss(outputs, targets) on an update step depends on them",
+        stacklevel=3,
+    )
 
 
 def warn_of_rate(rate: float, cuts: Iterable[float]) -> None:

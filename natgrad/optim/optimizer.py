@@ -474,5 +474,7 @@ class NaturalGradient(ModelOptimizer):
             examples: Counts the batch's, on this process.
             attempts: How often the system is solved, each time with more damping, until the rule takes its solution.
         """
-        groups = self._rates("lr"), self._rates("weight_decay"), self._options()
-        return SystemEvidence(params, gradient, system, *groups, loss, objective, examples, attempts)
+        groups = {name: group for name, _, group in self._by_group()}
+        rates, decays = ({n: float(group[key]) for n, group in groups.items()} for key in ("lr", "weight_decay"))
+        known = (rates, decays, self._options(), loss, objective, examples, attempts)
+        return SystemEvidence(params, gradient, system, *known)

@@ -224,8 +224,8 @@ class Processes:
         self.device = next(iter(named.values())).device
         if not self.settled:
             if self.group is None:
-                if leaves is not None:
-                    refuse_recut(model, named)
+                if leaves is not None and not any_split(named.values()):
+                    refuse_sharded(model)  # cut into parts since: the parameters are others now
                 others = meet(model, None, parts=leaves is not None)[1]
                 self.group, self.wrappers = others.group, others.wrappers
                 parts = None if leaves is None else find_data_group(leaves)
@@ -1111,12 +1111,6 @@ def refuse_sharded(model: Any, name: str = "model", parts: bool = False) -> None
                 f"{name} is {own} with a DataParallel over {len(part.device_ids)} devices in it, "
                 "whose copies an optimizer cannot read: use DistributedDataParallel, one process per device"
             )
-
-
-def refuse_recut(model: nn.Module, named: Mapping[str, Tensor]) -> None:
-    """TypeError for a model that was cut into parts after the optimizer took its parameters, which are others now."""
-    if not any_split(named.values()):
-        refuse_sharded(model)
 
 
 def refuse_trials(model: Any, asks: Any) -> None:

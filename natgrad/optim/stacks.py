@@ -57,17 +57,17 @@ def arrange(
         single, names = before.get(block.key), tuple(name for name in block.layout.names if name in gradients)
         if single is None or single.blocks[0].layout != block.layout:  # its parameters may have been another block's
             single = Stack((block,)).join_means(means(), named)
-        single = replace(single, blocks=(block,), names=names)
+        ages = {(single.counts.get(name, 0), decays[name]) for name in names}
+        even = len(ages) == 1 and len(names) == len(block.layout.names)
+        single = replace(single, blocks=(block,), names=names, even=even)
         if not names or not is_ready(block.key, block):
             rest.append(single)
             continue
-        ages = {(single.counts.get(name, 0), decays[name]) for name in names}
         like = gradients[names[0]]
         kind: tuple[Any, ...] = (block.layout.matrix_shape, like.dtype, like.device, *ages)
         if shapes:
             own = () if block.layer else block.layout.shape
             kind += (own, signature(block.prepared), signature(single.memory))
-        even = len(ages) == 1 and len(names) == len(block.layout.names)
         groups.setdefault(kind if even else block.key, []).append(single)
     parts = [merge(alike) for alike in groups.values()]
     blocks = {**blocks, **{block.key: block for stack in parts for block in stack.blocks}}
@@ -103,6 +103,7 @@ def merge(alike: Sequence[Stack]) -> Stack:
         {name: torch.cat([single.memory[name] for single in alike]) for name in alike[0].memory},
         find_places(blocks, names),
         inverse,
+        even=True,
     )
 
 
@@ -151,7 +152,7 @@ def stack_gradients(
 
 def average(stack: Stack, gradient: Tensor, decays: Mapping[str, float], named: Mapping[str, Tensor]) -> StackGradient:
     """m <- b m + (1 - b) g, and m / (1 - b^count): of blocks whose parameters have the same momenta and counts."""
-    if len(stack.blocks) == 1 and not is_even(stack, decays):
+    if not stack.even:
         return average_entries(stack, gradient, decays, named)
     decay, count = decays[stack.names[0]], stack.counts.get(stack.names[0], 0) + 1
     if decay == 0:
@@ -164,12 +165,6 @@ def average(stack: Stack, gradient: Tensor, decays: Mapping[str, float], named: 
     # late in a run the weights add up to 1, and nothing is copied
     mean = running if 1 - weight < torch.finfo(gradient.dtype).eps / 4 else running / weight
     return StackGradient(gradient, mean, replace(stack, mean=running, counts=dict.fromkeys(stack.names, count)))
-
-
-def is_even(stack: Stack, decays: Mapping[str, float]) -> bool:
-    """Whether all parameters of a block have gradients, as many so far, and one momentum."""
-    names = stack.blocks[0].layout.names
-    return len(names) == len(stack.names) and len({(decays[n], stack.counts.get(n, 0)) for n in names}) == 1
 
 
 def average_entries(

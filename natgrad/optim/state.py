@@ -305,10 +305,12 @@ def find_outside_blocks(
     """The blocks of whose gradients a part is left when scale * own is taken away."""
     outside = list[list[str]]()
     for block in blocks:
-        names = [name for name in block if name in overlaps]
-        parts = [overlaps[name] for name in names]
-        rest = sum(part.whole - 2 * scale * part.inner + scale**2 * part.own for part in parts)
-        if rest > UNKNOWN_SHARE**2 * sum(part.whole for part in parts):
+        names, rest, whole = [name for name in block if name in overlaps], 0.0, 0.0
+        for name in names:
+            part = overlaps[name]
+            rest += part.whole - 2 * scale * part.inner + scale**2 * part.own
+            whole += part.whole
+        if rest > UNKNOWN_SHARE**2 * whole:
             outside.append(names)
     return outside
 
@@ -414,6 +416,7 @@ class Stack:
     # where the parameters lie in the memory of such a tensor; None where they are copied
     places: Sequence[Place] | None = None
     inverse: Operator | None = None  # the blocks' inverses as one operator; None where each is by itself
+    even: bool = False  # True if its parameters have gradients, as many so far, and one momentum
 
     def split(self) -> Iterator[Stack]:
         """The blocks one by one."""

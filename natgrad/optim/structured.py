@@ -422,19 +422,27 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._settle_reading()
         self._drop_unused()
         self._follow_parameters()
-        active = {name: p for name, p in self._by_group() if p.grad is not None and id(p) not in live.gone}
+        settings = dict[str, dict[str, Any]]()
+        active = dict[str, Tensor]()
+        for name, p, group in self._by_group():
+            settings[name] = group
+            if p.grad is not None and id(p) not in live.gone:
+                active[name] = p
         if not active:
             return
-        evidence = self._gather_evidence(active, called)
+        evidence = self._gather_evidence(active, settings, called)
         flow.reader.arm(False)  # what follows may call the model again
-        strangers = self._list_unread() - flow.warned
-        strangers = {n for n, g in evidence.gradients.items() if n in strangers and bool(measure_norm(g) > 0)}
+        unread = (self._list_unread() - flow.warned) & evidence.gradients.keys()
+        strangers = {name for name in unread if bool(measure_norm(evidence.gradients[name]) > 0)}
         if strangers and evidence.update.blocks:
             self._check_followed()
-        if not self._take(flow.choices, evidence).trouble:
-            flow.warned = warn_of_strangers(strangers, flow.warned)
+        if not self._take(flow.choices, evidence).trouble and strangers:
+            warn_of_strangers(strangers)
+            flow.warned |= strangers
 
-    def _gather_evidence(self, active: dict[str, Tensor], called: Called) -> BlockEvidence:
+    def _gather_evidence(
+        self, active: dict[str, Tensor], settings: dict[str, dict[str, Any]], called: Called
+    ) -> BlockEvidence:
         """What this batch told."""
         live, flow, pending = self._live, self._flow, self._flow.pending
         recall, update = live.recall, self._update_so_far
@@ -449,7 +457,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             scale=recall.scale,
             update=update,
             values=WholeTensors(live.named),
-            settings=dict(self._list_settings()),
+            settings=settings,
             late=flow.reader.due and not update.taken,
             own=OwnGradients() if recall.is_stale else pending.own,  # the rest is of another batch then
             trial=partial(self._open_trial, active, called),
@@ -473,11 +481,6 @@ class StructuredNaturalGradient(ModelOptimizer):
                     continue
                 check_followed(rows, leaves, self.model)
 
-    def _list_settings(self) -> Generator[tuple[str, dict[str, Any]]]:
-        names = {id(p): name for name, p in self._live.named.items()}
-        for group in self.param_groups:
-            yield from ((names[id(p)], group) for p in group["params"] if id(p) in names)
-
     @contextmanager
     def _open_trial(self, active: dict[str, Tensor], called: Called, asks: object) -> Generator[Objective]:
         """The loss of this step at other parameters."""
@@ -486,7 +489,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _write_dampings(self, dampings: Mapping[str, float]) -> None:
         if dampings:
-            for name, group in self._list_settings():
+            for name, _, group in self._by_group():
                 group["damping"] = dampings.get(name, group["damping"])
 
     def _forget_batch(self) -> None:

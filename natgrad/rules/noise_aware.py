@@ -70,7 +70,7 @@ class NoiseAware(Rule):
     spectral: SpectralProgress | SpectralDescent = SpectralProgress()
 
     def __post_init__(self) -> None:
-        MeasuredLength(self.max_kl, self.kl_share, self.warm)
+        _ = self.natural  # checks its numbers
         if not self.move > 0:
             raise ValueError(f"move is {self.move}, expected a share of a layer > 0; math.inf for no bound")
         if not self.floor > 0:
@@ -79,6 +79,11 @@ class NoiseAware(Rule):
             raise ValueError(f"noise is {self.noise}, expected a share in [0, 1); 0 for natural steps all along")
         if not self.far > 0:
             raise ValueError(f"far is {self.far}, expected a relative move > 0; math.inf for no bound")
+
+    @property
+    def natural(self) -> MeasuredLength:
+        """The length of natural steps before that of each layer is bounded."""
+        return MeasuredLength(self.max_kl, self.kl_share, self.warm)
 
     @property
     def options(self) -> dict[str, float]:
@@ -112,14 +117,13 @@ class NoiseAware(Rule):
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         if not model.run.turned:
-            natural = MeasuredLength(self.max_kl, self.kl_share, self.warm)
+            natural = self.natural
             return natural.hold(model, limit_moves(model, natural.find_length(model), self.move, self.floor)), memory
         step, memory = self.spectral.step(model, loss_at, memory)
         if "kl_share" in model.cuts:
             model.cuts["spectral.kl_share"] = model.cuts.pop("kl_share")
-        max_kl = model.run.options.get("max_kl", self.max_kl)
-        held = MeasuredLength(self.max_kl, self.kl_share, self.warm).hold
-        return (step if max_kl == MOST_NATS else held(model, step)), memory
+        bounded = model.run.options.get("max_kl", self.max_kl) != MOST_NATS
+        return (self.natural.hold(model, step) if bounded else step), memory
 
 
 def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step:
@@ -159,20 +163,22 @@ def room(
     model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most: float, floor: float
 ) -> tuple[Tensor, Tensor]:
     """How far each layer moves, and how far it may, in double precision, shapes (layers,)."""
-    names = [name for layer in layers for name in layer]
-    params = {name: model.layers.params[name].detach() for name in names}
-    steps = vector.squares()[[vector.places[name] for name in names]].double()
-    sizes = [size.to(steps) for size in measure_norms([wide(p) for p in params.values()])]
-    place = torch.tensor([i for i, layer in enumerate(layers) for _ in layer], device=steps.device)
-    table = torch.stack([steps, torch.stack(sizes).square()])
-    moved, size = table.new_zeros(2, len(layers)).index_add_(1, place, table).sqrt()
-    fresh = list[float]()
-    for layer in layers:
-        shapes = [params[name].shape for name in layer]
-        least = floor if any(len(shape) > 1 for shape in shapes) else FRESH  # scales and shifts start at 0 or 1
-        outputs = max(shape[0] if shape else 1 for shape in shapes)
+    params, places, layer_of = list[Tensor](), list[int](), list[int]()
+    rates, fresh = list[float](), list[float]()
+    for i, layer in enumerate(layers):
+        own = [model.layers.params[name].detach() for name in layer]
+        params += own
+        places += [vector.places[name] for name in layer]
+        layer_of += [i] * len(layer)
+        rates.append(most * min(1.0, max(abs(vector.rate(name)) for name in layer)))
+        least = floor if max(p.dim() for p in own) > 1 else FRESH  # scales and shifts start at 0 or 1
+        outputs = max(p.shape[0] if p.dim() else 1 for p in own)
         fresh.append(least_size(least, outputs, max(map(model.run.errors.of, layer))))
-    rates = [most * min(1.0, max(abs(vector.rate(name)) for name in layer)) for layer in layers]
+    steps = vector.squares()[places].double()
+    sizes = [size.to(steps) for size in measure_norms([wide(p) for p in params])]
+    table = torch.stack([steps, torch.stack(sizes).square()])
+    where = torch.tensor(layer_of, device=steps.device)
+    moved, size = table.new_zeros(2, len(layers)).index_add_(1, where, table).sqrt()
     fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=steps.device)
     return moved, fixed[0] * torch.maximum(size, fixed[1])
 
