@@ -1,7 +1,7 @@
 """Physics-informed networks: nonlinear least squares over named residuals, and derivatives of networks in a point.
 
-`residual_terms` has the function that makes the optimiser, `differential` the operators to write residuals with. Below
-them: `optimizer` (one step), `system` and `terms` (rows of the Jacobian). `natgrad.ground.jets` has the derivatives.
+`optimizer` has the optimiser and its step, `differential` the operators to write residuals with. Below them: `system`
+and `terms` (rows of the Jacobian). `natgrad.ground.jets` has the derivatives.
 """
 
 from natgrad.ground.messages import make_callable, resolve_names
@@ -15,9 +15,8 @@ from natgrad.residuals.differential import (
     laplacian,
     time_derivative,
 )
-from natgrad.residuals.optimizer import ResidualHistory, ResidualOptimizer
+from natgrad.residuals.optimizer import ResidualHistory, ResidualOptimizer, residuals
 from natgrad.residuals.point_weights import Causal, PointWeights, WhereLarge, draw_where_large
-from natgrad.residuals.residual_terms import residuals
 from natgrad.residuals.system import ResidualMetric
 
 __all__ = [

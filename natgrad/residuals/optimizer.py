@@ -1,76 +1,38 @@
-"""Nonlinear least squares over named terms: the flat flow of the engine on residuals at points."""
+"""`ng.residuals`: nonlinear least squares over named terms, the flat flow of the engine on residuals at points."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.ground.checks import check_integer, check_share
+from natgrad.ground.checks import check_integer, check_precision, check_share
 from natgrad.ground.exchanges import any_asks
 from natgrad.ground.messages import Columns, explain_calls
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import set_modes_aside
+from natgrad.ground.spaces import split_complex_parameters, trainable
 from natgrad.optim import NaturalGradient, Objective, Solved, State, SystemEvidence
+from natgrad.residuals.point_weights import PointWeights
 from natgrad.residuals.stacked_rows import RowsOperator
-from natgrad.residuals.system import LinearisedTerms, ResidualMetric, System, check_derivatives, check_points
-from natgrad.solvers import RowSolver, Solution, Solver
+from natgrad.residuals.system import (
+    LinearisedTerms,
+    ResidualMetric,
+    System,
+    check_derivatives,
+    check_points,
+    read_terms,
+)
+from natgrad.residuals.terms import Unknown
+from natgrad.rules import Damping, LevenbergMarquardt, LineSearch, Rule
+from natgrad.solvers import LeastSquares, RowSolver, Solution, Solver
 
-
-class DampedSystem:
-    """(G + level D) x = U w with G = U U^T, solved as S G S with S = D^(-1/2); units: D (n,), None for the identity."""
-
-    def __init__(self, solver: Solver, operator: RowsOperator, units: Tensor | None, level: float) -> None:
-        self.solver, self.level = solver, level
-        self.scale: Tensor | float = 1.0 if units is None else units.rsqrt()
-        self.operator = RowsOperator(operator.rows.rescale(self.scale)) if isinstance(self.scale, Tensor) else operator
-        # a solver may keep its factors for several right-hand sides
-        self.factorised = solver.factorise(self.operator, level) if isinstance(solver, RowSolver) else None
-
-    def change_damping(self, level: float) -> None:
-        """Go to another level."""
-        self.level = level
-        self.factorised = None if self.factorised is None else self.factorised.change_damping(level)
-
-    def solve(self, weights: Tensor, before: Tensor | None = None) -> Solution:
-        """x, or with x_0 given the solution of (G + level D) x = U w + level D x_0, w (r,), x_0 (n,).
-
-        That minimises |w - U^T x|^2 + level |x - x_0|^2 in D's norm: the momentum of SPRING (Goldshlager et al. 2024).
-        """
-        if before is None or not bool(before.any()):
-            return self._restore(self._solve(weights))
-        start, rows = before / self.scale, self.operator.rows
-        seen = rows.rmv(start)
-        rest = self._solve(weights - seen)
-        image = rest.image + rows.mv(seen) + self.level * start
-        return self._restore(replace(rest, value=rest.value + start, image=image))
-
-    def accelerate(self, solution: Solution, bend: Tensor, limit: float) -> Solution:
-        """x with the bend a / 2, (G + level D) a = U r'', unless a is longer than `limit` times x in D's norm.
-
-        bend: r'', the second derivative of the residuals along x, (r,).
-        """
-        more = self._solve(bend).value if self.factorised is None else self.factorised.find_value(bend)
-        if not bool(more.norm() <= limit * (solution.value / self.scale).norm()):  # False for a NaN
-            return solution
-        return replace(solution, bend=more * self.scale / 2)
-
-    def _solve(self, weights: Tensor) -> Solution:
-        if self.factorised is not None:
-            return self.factorised.solve(weights)
-        return self.solver.solve(self.operator, self.operator.rows.mv(weights), damping=self.level)
-
-    def _restore(self, solution: Solution) -> Solution:
-        """x from S^-1 x."""
-        if not isinstance(self.scale, Tensor):
-            return solution
-        value, image = solution.value * self.scale, solution.image / self.scale
-        return replace(solution, value=value, image=image, basis=None, iterates=())
-
+Net = nn.Module | Mapping[str, Unknown] | Iterable[Unknown]
+Sample = Callable[[torch.Generator], Mapping[str, Any]]
 
 PROBE = 0.1
 """The step of the finite difference along the direction, as a share of it (Transtrum & Sethna 2012, section 4)."""
@@ -83,28 +45,103 @@ IDLE = 1e-6
 SEED_DISTANCE = 1_000_003
 """Between the seeds of two processes' points."""
 
-Sample = Callable[[torch.Generator], Mapping[str, Any]]
 
+@explain_calls
+def residuals(
+    net: Net,
+    terms: Mapping[str, Callable[..., Any]] | Callable[..., Any],
+    weights: Mapping[str, float] | None = None,
+    *,
+    point_weights: Mapping[str, PointWeights] | None = None,
+    lr: float = 1.0,
+    damping: float | Damping | None = None,
+    solver: Solver | None = None,
+    rule: Rule | None = None,
+    acceleration: bool = True,
+    scaling: bool = True,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    params: Iterable[Any] | None = None,
+    group: Any = None,
+    on_trouble: Literal["skip", "raise"] = "raise",
+) -> ResidualOptimizer:
+    """Train a network so that residuals vanish: the loss sum_k w_k mean |r_k|^2 over named terms, each on its points.
 
-class ResidualHistory(Columns):
-    """Lists of equal length, one entry per step: `history["loss"]`, and the mean square of every term by its name.
+    A term is a function of the network `u` and one point `x`, a tensor (d,): `u(x)`, `ng.grad(u, x)` and
+    `ng.laplacian(u, x)` are its values and derivatives there; `torch.autograd.grad` works too. The library batches it.
+    Points may be others at every step. Every step is Gauss-Newton's with Levenberg-Marquardt damping in units of the
+    metric's own diagonal, and is bent by its geodesic acceleration; a step that would raise the loss is not taken.
 
     Args:
-        terms: Their names. One that is called "loss" is not listed by itself.
+        net: The network. For several unknowns a list or a dict of modules and of parameters (coefficients to be found):
+            a term then takes them in that order, `lambda u, k, x: ...`. Complex parameters of a module are trained by
+            their real and imaginary parts, as in `ng.LogAmplitude`.
+        terms: Name -> function of the unknowns and a point. It returns the residual, a tensor of any shape. A term on
+            data takes more than the point: `lambda u, x, y: u(x) - y` and `step(data=(x, y))`.
+        weights: w by name, default 1.
+        point_weights: Weights of a term's points that follow its residuals, by name: `Causal` and `WhereLarge` of
+            `natgrad.residuals`. They are fixed within a step.
+        lr: Share of the step that is taken.
+        damping: A strategy, in units of the metric's diagonal with `scaling`; default
+            `ng.LevenbergMarquardt(1e-3, raise_by=3, lower_by=1/3, floor=1e-12, per="loss")`. A number stays constant.
+        solver: Of the linear system; default `ng.LeastSquares()`, the smaller of the two Gram matrices.
+        rule: How the solution becomes a step; default
+            `ng.LineSearch(backtracks=1, sufficient=0)`: one that would raise the loss is not taken, and raises the
+            damping.
+        acceleration: True adds the second-order correction of the step: one more evaluation of the residuals.
+        scaling: True damps every parameter in units of the largest diagonal entry of the metric so far, as MINPACK
+            does; False damps all alike.
+        momentum: Share of the last solution from which the next one starts, SPRING's mu in [0, 1]; for points that are
+            drawn anew.
+        weight_decay: Decoupled: theta <- (1 - lr * weight_decay) theta.
+        params: What is trained, default all that require a gradient: as in torch.optim.
+        group: The processes of `torch.distributed` that each have points of their own: loss, metric and step are those
+            of all points together; default those of a `DistributedDataParallel` around the network.
+        on_trouble: What a step does for a number that is not finite: "raise" or "skip", as in `ng.NaturalGradient`.
+
+    Returns:
+        An optimizer: `.step(inside=points, boundary=points)` takes one step and returns the loss before it,
+        `.fit(steps, sample)` several on points that it draws; `.losses` has the mean square of every term,
+        `.state_report()` how the step went.
+
+    Raises:
+        TypeError: For terms or unknowns of another kind.
+        ValueError: For weights that belong to no term or are not positive.
+
+    Reference:
+        Mueller & Zeinhofer 2023 (energy natural gradients); Jnini et al. 2024 (Gauss-Newton natural gradients);
+        Transtrum & Sethna 2012 (geodesic acceleration); More 1978 (scaling).
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        >>> terms = {"inside": lambda u, x: ng.laplacian(u, x) + 1, "boundary": lambda u, x: u(x)}
+        >>> opt = ng.residuals(net, terms, weights={"boundary": 10.0})
+        >>> inside, ends = torch.rand(50, 1).double(), torch.tensor([[0.0], [1.0]]).double()
+        >>> for _ in range(50):
+        ...     loss = opt.step(inside=inside, boundary=ends)
+        >>> bool(loss < 1e-6)  # u is x (1 - x) / 2
+        True
     """
-
-    def __init__(self, terms: Iterable[str]) -> None:
-        super().__init__(("loss", *(name for name in terms if name != "loss")), "steps")
-
-    def add(self, loss: float, terms: Mapping[str, float]) -> None:
-        """Add one step.
-
-        Args:
-            loss: The weighted sum.
-            terms: Name -> mean square of the term; NaN for those that are not given.
-        """
-        for name, column in self.items():
-            column.append(loss if name == "loss" else terms.get(name, math.nan))
+    model, unknowns = read_unknowns(net)
+    system = read_terms(terms, unknowns, weights, point_weights)
+    if damping is None:  # with a floor at 1e-12, or at the round-off of the parameters
+        floor = max(1e-12, max(torch.finfo(p.dtype).eps for p in trainable(model).values()) * 8)
+        damping = LevenbergMarquardt(1e-3, raise_by=3.0, lower_by=1 / 3, floor=floor, per="loss")
+    return ResidualOptimizer(
+        model,
+        system,
+        lr,
+        acceleration,
+        scaling,
+        momentum,
+        damping=damping,
+        solver=LeastSquares() if solver is None else solver,
+        rule=LineSearch(backtracks=1, sufficient=0.0) if rule is None else rule,
+        weight_decay=weight_decay,
+        params=params,
+        group=group,
+        on_trouble=on_trouble,
+    )
 
 
 class ResidualOptimizer(NaturalGradient):
@@ -333,3 +370,139 @@ class ResidualObjective(Objective):
 
     def _move(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: p.detach() + step[name] for name, p in self.params.items()}
+
+
+class DampedSystem:
+    """(G + level D) x = U w with G = U U^T, solved as S G S with S = D^(-1/2); units: D (n,), None for the identity."""
+
+    def __init__(self, solver: Solver, operator: RowsOperator, units: Tensor | None, level: float) -> None:
+        self.solver, self.level = solver, level
+        self.scale: Tensor | float = 1.0 if units is None else units.rsqrt()
+        self.operator = RowsOperator(operator.rows.rescale(self.scale)) if isinstance(self.scale, Tensor) else operator
+        # a solver may keep its factors for several right-hand sides
+        self.factorised = solver.factorise(self.operator, level) if isinstance(solver, RowSolver) else None
+
+    def change_damping(self, level: float) -> None:
+        """Go to another level."""
+        self.level = level
+        self.factorised = None if self.factorised is None else self.factorised.change_damping(level)
+
+    def solve(self, weights: Tensor, before: Tensor | None = None) -> Solution:
+        """x, or with x_0 given the solution of (G + level D) x = U w + level D x_0, w (r,), x_0 (n,).
+
+        That minimises |w - U^T x|^2 + level |x - x_0|^2 in D's norm: the momentum of SPRING (Goldshlager et al. 2024).
+        """
+        if before is None or not bool(before.any()):
+            return self._restore(self._solve(weights))
+        start, rows = before / self.scale, self.operator.rows
+        seen = rows.rmv(start)
+        rest = self._solve(weights - seen)
+        image = rest.image + rows.mv(seen) + self.level * start
+        return self._restore(replace(rest, value=rest.value + start, image=image))
+
+    def accelerate(self, solution: Solution, bend: Tensor, limit: float) -> Solution:
+        """x with the bend a / 2, (G + level D) a = U r'', unless a is longer than `limit` times x in D's norm.
+
+        bend: r'', the second derivative of the residuals along x, (r,).
+        """
+        more = self._solve(bend).value if self.factorised is None else self.factorised.find_value(bend)
+        if not bool(more.norm() <= limit * (solution.value / self.scale).norm()):  # False for a NaN
+            return solution
+        return replace(solution, bend=more * self.scale / 2)
+
+    def _solve(self, weights: Tensor) -> Solution:
+        if self.factorised is not None:
+            return self.factorised.solve(weights)
+        return self.solver.solve(self.operator, self.operator.rows.mv(weights), damping=self.level)
+
+    def _restore(self, solution: Solution) -> Solution:
+        """x from S^-1 x."""
+        if not isinstance(self.scale, Tensor):
+            return solution
+        value, image = solution.value * self.scale, solution.image / self.scale
+        return replace(solution, value=value, image=image, basis=None, iterates=())
+
+
+class ResidualHistory(Columns):
+    """Lists of equal length, one entry per step: `history["loss"]`, and the mean square of every term by its name.
+
+    Args:
+        terms: Their names. One that is called "loss" is not listed by itself.
+    """
+
+    def __init__(self, terms: Iterable[str]) -> None:
+        super().__init__(("loss", *(name for name in terms if name != "loss")), "steps")
+
+    def add(self, loss: float, terms: Mapping[str, float]) -> None:
+        """Add one step.
+
+        Args:
+            loss: The weighted sum.
+            terms: Name -> mean square of the term; NaN for those that are not given.
+        """
+        for name, column in self.items():
+            column.append(loss if name == "loss" else terms.get(name, math.nan))
+
+
+def read_unknowns(given: Any) -> tuple[nn.Module, Mapping[str, Unknown]]:
+    """What is trained as one module, and the unknowns in a term's order by name, "" for a module alone.
+
+    Complex parameters of modules become their real and imaginary parts, in place.
+    """
+    if isinstance(given, nn.Module) and not isinstance(given, (nn.ModuleDict, nn.ModuleList)):
+        check_precisions("net", given)
+        split_complex_parameters(given)
+        return given, {"": given}
+    if isinstance(given, (nn.ModuleList, Sequence)) and not isinstance(given, str):
+        given = {f"unknown{i}": part for i, part in enumerate(given)}
+    if not isinstance(given, (Mapping, nn.ModuleDict)):
+        raise TypeError(
+            f"net is {type(given).__name__}, expected a torch.nn.Module, or several unknowns: a list or a dict of "
+            'modules and of parameters, {"u": net, "k": nn.Parameter(torch.tensor(1.0))}'
+        )
+    parts = dict(given.items())
+    if not parts:
+        raise ValueError("net is empty, expected at least one torch.nn.Module")
+    networks_first = sorted(parts.values(), key=lambda part: not isinstance(part, nn.Module))
+    dtypes = (p.dtype.to_real() for part in networks_first for p in list_parameters(part))
+    dtype = next(dtypes, torch.get_default_dtype())  # of the first network, or coefficient where there is none
+    for name, part in parts.items():
+        check_unknown(name, part, dtype)
+    for part in parts.values():
+        if isinstance(part, nn.Module):
+            split_complex_parameters(part)
+    model = nn.Module()  # all of them as one, whose parameters an optimizer trains
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model, parts
+
+
+def list_parameters(part: Any) -> list[nn.Parameter]:
+    """Those of a module, or the parameter itself."""
+    return list(part.parameters()) if isinstance(part, nn.Module) else [part] * isinstance(part, nn.Parameter)
+
+
+def check_unknown(name: Any, part: Any, dtype: torch.dtype) -> None:
+    """TypeError or ValueError unless an unknown is a module or a parameter, under a usable name and of this dtype."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"net has an unknown called {name!r}, expected a name such as 'u'")
+    if not isinstance(part, (nn.Module, nn.Parameter)):
+        wrapped = f"; wrap a number: nn.Parameter(torch.tensor(1.0, dtype={dtype}))"
+        hint = wrapped if isinstance(part, (Tensor, float, int)) else ""
+        raise TypeError(f"net[{name!r}] is {type(part).__name__}, expected a module or a parameter{hint}")
+    if isinstance(part, nn.Parameter) and part.is_complex():
+        raise ValueError(
+            f"net[{name!r}] is a parameter of {part.dtype}, expected a real one: give two, its real and its imaginary "
+            "part, and write torch.complex(a, b) in the terms"
+        )
+    check_precisions(f"net[{name!r}]", part)
+    for p in list_parameters(part)[:1]:
+        if p.dtype.to_real() != dtype:
+            like = f"{name} = nn.Parameter({name}.detach().to({dtype}))" if p is part else f"{name}.to({dtype})"
+            raise ValueError(f"net[{name!r}] is {p.dtype}, the first network {dtype}, expected one precision: {like}")
+
+
+def check_precisions(name: str, part: Unknown) -> None:
+    """ValueError for parameters in half precision."""
+    for p in list_parameters(part):
+        check_precision(name, p.dtype, f"call {name}.double()")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from natgrad.ground.checks import check_positive
 from natgrad.ground.exchanges import share_count, sum_numbers, sum_tensors
@@ -21,7 +21,7 @@ from natgrad.operators import Operator
 from natgrad.optim import NotFiniteError, meet_processes
 from natgrad.residuals.point_weights import PointWeights
 from natgrad.residuals.stacked_rows import JoinedStackedRows, RowsOperator, StackedRows, TermRows
-from natgrad.residuals.terms import Term, describe
+from natgrad.residuals.terms import Term, Unknown, describe
 
 Points = dict[str, tuple[Tensor, ...]]
 NO_DERIVATIVE = (
@@ -53,9 +53,9 @@ class System:
         self,
         terms: Mapping[str, Term],
         weights: Mapping[str, float],
-        point_weights: Mapping[str, PointWeights] | None = None,
+        point_weights: Mapping[str, PointWeights],
     ) -> None:
-        self.terms, self.weights, self.point_weights = dict(terms), dict(weights), dict(point_weights or {})
+        self.terms, self.weights, self.point_weights = dict(terms), dict(weights), dict(point_weights)
         self.processes = meet_processes({}, None)
         self._looked: set[str] = set()  # terms whose derivative was seen once
 
@@ -235,9 +235,9 @@ def check_derivatives(now: LinearisedTerms, gradient: Tensor) -> None:
 
 def read_terms(
     terms: Any,
-    unknowns: Mapping[str, nn.Module | nn.Parameter],
+    unknowns: Mapping[str, Unknown],
     weights: Mapping[str, float] | None,
-    point_weights: Mapping[str, PointWeights] | None = None,
+    point_weights: Mapping[str, PointWeights] | None,
 ) -> System:
     """The system behind what a user gave. TypeError or ValueError for what is no term or no weight."""
     if callable(terms):
@@ -257,7 +257,7 @@ def read_terms(
             f"weights is {type(weights).__name__}, expected a dict from names of terms to numbers, "
             f"{{{list(terms)[-1]!r}: 10.0}}; terms that it does not name have weight 1"
         )
-    weights = dict(weights or {})
+    weights, point_weights = dict(weights or {}), dict(point_weights or {})
     unknown = sorted(weights.keys() - terms.keys())
     if unknown:
         raise ValueError(f"weights has {unknown}, which is no term: the terms are {list(terms)}")
@@ -268,7 +268,7 @@ def read_terms(
                 "of the term: lambda u, x, w: w.sqrt() * ..., step(inside=(x, w))"
             )
         check_positive(f"weights[{name!r}]", weight)
-    for name, chosen in (point_weights or {}).items():
+    for name, chosen in point_weights.items():
         if name not in terms:
             raise ValueError(f"point_weights has {name!r}, which is no term: the terms are {list(terms)}")
         if not isinstance(chosen, PointWeights):

@@ -424,7 +424,7 @@ class CallWatch(TorchFunctionMode):
 
 
 def check_captured(
-    name: str, seen: Mapping[int, nn.Parameter], unknowns: Mapping[str, nn.Module | nn.Parameter], trained: Params
+    name: str, seen: Mapping[int, nn.Parameter], unknowns: Mapping[str, Unknown], trained: Params
 ) -> None:
     """Tell of parameters that a term uses by itself, and not as one of its arguments: they have no derivative."""
     advice = (
@@ -452,7 +452,7 @@ def name_parameters(name: str, part: Unknown) -> list[tuple[str, nn.Parameter]]:
     return list(part.named_parameters(name)) if isinstance(part, nn.Module) else [(name, part)]
 
 
-def find_aliases(unknowns: Mapping[str, nn.Module | nn.Parameter]) -> dict[str, str]:
+def find_aliases(unknowns: Mapping[str, Unknown]) -> dict[str, str]:
     """Full name -> the first full name of the same parameter, where unknowns share one."""
     first, aliases = dict[int, str](), dict[str, str]()
     for name, part in unknowns.items():
