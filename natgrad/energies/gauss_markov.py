@@ -209,9 +209,3 @@ def check_centred(X: Tensor) -> None:
             "expected the mean zero, without which all variables seem to depend on one another: subtract it, "
             "field.fit(X - X.mean(0))"
         )
-
-
-def lattice(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Edges of a rectangle of variables numbered row by row, each joined to its right and lower neighbour."""
-    right = [(columns * r + c, columns * r + c + 1) for r in range(rows) for c in range(columns - 1)]
-    return right + [(columns * r + c, columns * (r + 1) + c) for r in range(rows - 1) for c in range(columns)]

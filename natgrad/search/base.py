@@ -198,11 +198,11 @@ def as_values(values: Any, name: str) -> Tensor:
     return numbers.detach().to(torch.float64, copy=True)
 
 
-def as_popsize(popsize: int | None, default: int, least: int = 2) -> int:
+def as_popsize(popsize: int | None, default: int) -> int:
     """A population size."""
     if popsize is None:
         return default
-    return check_integer("popsize", popsize, least, hint=f": a generation is ranked; None stands for {default}")
+    return check_integer("popsize", popsize, 2, hint=f": a generation is ranked; None stands for {default}")
 
 
 def derive_seed(generator: torch.Generator, run: int) -> int:

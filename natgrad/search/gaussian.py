@@ -362,7 +362,7 @@ class ConvergenceMonitor(Stateful):
 
     STATE = ("_recent", "_history", "_flat", "_count", "_span", "verdict")
 
-    def __init__(self, tolerances: Tolerances, d: int, popsize: int, sigma0: float, patience: int = 1) -> None:
+    def __init__(self, tolerances: Tolerances, d: int, popsize: int, sigma0: float, patience: int) -> None:
         self.tolerances, self.sigma0 = tolerances, sigma0
         # long enough to see a trend: Hansen 2009, table of termination criteria
         self._recent: deque[float] = deque(maxlen=patience * (10 + -(-30 * d // popsize)))

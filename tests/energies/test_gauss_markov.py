@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import natgrad as ng
-from natgrad.energies.gauss_markov import GaussMarkov, lattice
+from natgrad.energies.gauss_markov import GaussMarkov
 from natgrad.ground.densities import Density, Plain
 from natgrad.testing import check_metric
 
@@ -65,7 +65,7 @@ def test_constant_and_divergence_are_those_of_the_normal_distribution():
 
 @pytest.mark.parametrize("start", [0.1, 1.0, 30.0])
 def test_one_natural_step_ends_at_the_optimum(start):
-    field = GaussMarkov(9, lattice(3, 3))
+    field = GaussMarkov(9, ng.vmc.square_edges(3, 3, periodic=False))
     truth = condition_precision(field, 0.01)
     x = field.sample(truth, 400, generator=torch.Generator().manual_seed(0))
     params = condition_precision(field, start)

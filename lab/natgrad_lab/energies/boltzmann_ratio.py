@@ -18,7 +18,6 @@ from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.energies.gauss_markov import lattice
 from natgrad.ground.linalg import eigh
 from natgrad.ground.spaces import Space
 from natgrad_lab.energies.boltzmann_images import CONTESTANTS, SETS, EnergyContestant, draws, images, train
@@ -220,7 +219,7 @@ def field(run: PieceRun) -> Numbers:
 def recover_optimum(run: PieceRun, floor: float, begun: float) -> Numbers:
     """From the identity to the optimum; distances are relative to the optimum's length."""
     s: BoltzmannRatioSettings = run.settings
-    model = ng.GaussMarkov(s.field**2, lattice(s.field, s.field))
+    model = ng.GaussMarkov(s.field**2, ng.vmc.square_edges(s.field, s.field, periodic=False))
     truth = laplacian(model, floor)
     x = model.condense(model.sample(truth, s.examples, generator=torch.Generator().manual_seed(run.seed)))
     space, params = Space(truth), model.parameters(torch.eye(model.size, dtype=torch.float64))
