@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,14 @@ def look(number: int, width: float = 1.6) -> dict[str, Any]:
 Lines = Mapping[str, Sequence[Any]]  # name -> (x, y) from every seed
 
 
-def fill_lines(lines: Lines, axis: Mapping[str, Any], title: str = "", columns: int = 2) -> Callable[[Figure], None]:
-    """Draws a line per seed, those of one name alike. axis: what `Axes.set` takes."""
+def fill_axes(
+    draw: Callable[[Axes], None], axis: Mapping[str, Any], title: str = "", columns: int = 2
+) -> Callable[[Figure], None]:
+    """Draws on one pair of axes, over horizontal lines, with the legend below. axis: what `Axes.set` takes."""
 
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
-        for number, (name, curves) in enumerate(lines.items()):
-            for place, (x, y) in enumerate(curves):
-                axes.plot(x, y, label=None if place else name, **look(number))
+        draw(axes)
         axes.set(**axis)
         axes.grid(visible=True, axis="y")
         if title:
@@ -115,9 +115,20 @@ def fill_lines(lines: Lines, axis: Mapping[str, Any], title: str = "", columns: 
     return fill
 
 
-def take_columns(curves: Mapping[str, Sequence[Any]], x: int, y: int) -> dict[str, list[Any]]:
-    """Name -> (x, y) from every seed, out of curves whose points are rows of numbers."""
-    return {name: [np.array(curve, float)[:, [x, y]].T for curve in many] for name, many in curves.items()}
+def fill_lines(lines: Lines, axis: Mapping[str, Any], title: str = "", columns: int = 2) -> Callable[[Figure], None]:
+    """Draws a line per seed, those of one name alike. axis: what `Axes.set` takes."""
+
+    def draw(axes: Axes) -> None:
+        for number, (name, curves) in enumerate(lines.items()):
+            for place, (x, y) in enumerate(curves):
+                axes.plot(x, y, label=None if place else name, **look(number))
+
+    return fill_axes(draw, axis, title, columns)
+
+
+def take_columns(runs: Mapping[str, Sequence[Any]], x: int, y: int) -> dict[str, list[Any]]:
+    """Name -> (x, y) from every seed, out of the runs' curves, whose points are rows of numbers."""
+    return {name: [np.array(run["curve"], float)[:, [x, y]].T for run in many] for name, many in runs.items()}
 
 
 def draw_band(axes: Axes, x: Any, y: Any, name: str, style: dict[str, Any], reach: float = 0.5) -> None:
@@ -125,6 +136,27 @@ def draw_band(axes: Axes, x: Any, y: Any, name: str, style: dict[str, Any], reac
     low, middle, high = np.nanquantile(np.asarray(y, float), (0.5 - reach, 0.5, 0.5 + reach), axis=0)
     axes.plot(x, middle, label=name, **style)
     axes.fill_between(x, low, high, color=style["color"], alpha=0.17, linewidth=0)
+
+
+def draw_order(axes: Axes, places: Mapping[str, int | None]) -> None:
+    """Names at their places in an order from less to more, on an axis without numbers; None: not said."""
+    for height, place in enumerate(places.values()):
+        if place is None:
+            axes.annotate("not said", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        else:
+            axes.plot(place, height, "o", color=PALETTE[1])
+    known = [place for place in places.values() if place is not None]
+    ends = min(known), max(known)
+    axes.set_xlim(ends[0] - 0.6, ends[1] + 0.6)
+    axes.set_xticks(ends, ["less", "more"], fontsize=8)
+    axes.grid(axis="x")
+    name_rows(axes, places)
+
+
+def name_rows(axes: Axes, names: Collection[str]) -> None:
+    """Names from top to bottom, a line each."""
+    axes.set_yticks(range(len(names)), list(names), fontsize=9)
+    axes.set_ylim(len(names) - 0.5, -0.8)
 
 
 def fill_strips(rows: Mapping[str, Any], side: int) -> Callable[[Figure], None]:

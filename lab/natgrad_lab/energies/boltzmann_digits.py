@@ -295,7 +295,7 @@ def _hidden(runs: list[Numbers]) -> Section:
 
 
 def _curves(runs: list[Numbers]) -> Picture:
-    lines = take_columns({name: [run["runs"][name]["curve"] for run in runs] for name in runs[0]["runs"]}, 0, 2)
+    lines = take_columns({name: [run["runs"][name] for run in runs] for name in runs[0]["runs"]}, 0, 2)
     axis = {"xlabel": "CPU seconds", "ylabel": "log p of a test image, nats"}
     title = f"Machines with hidden bits: a line per seed (of {len(runs)})"
     return Picture("likelihood", "log p over seconds", fill_lines(lines, axis, title), (5.0, 3.9))

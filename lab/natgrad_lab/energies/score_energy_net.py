@@ -317,7 +317,7 @@ def _section(task: str, methods: dict[str, list[Numbers]]) -> Section:
 
 
 def _draw_curve(task: str, methods: dict[str, list[Numbers]], axis: int, place: int) -> Picture:
-    lines = take_columns({name: [run["curve"] for run in runs] for name, runs in methods.items()}, axis, place)
+    lines = take_columns(methods, axis, place)
     measure = {LOSS: "held-out loss per variable", DISTANCE: "distance from the exact score"}[place]
     label, name = (("CPU seconds", "seconds"), ("steps", "steps"))[axis]
     look = {"xlabel": label, "ylabel": measure, "yscale": "log" if place == DISTANCE else "linear"}

@@ -197,7 +197,7 @@ def tell(summary: str, make: Callable[[], EquationProblem], findings: Findings) 
     title = "At the end: median, least and largest over seeds"
     title += f"; the coefficient is {problem.coefficient}" if known else ""
     table = Table(title, ("", "relative error", "steps", *(("coefficient",) if known else ())), tuple(rows))
-    lines = take_columns({name: [run["curve"] for run in runs] for name, runs in methods.items()}, 0, 2)
+    lines = take_columns(methods, 0, 2)
     axis = {"xlabel": "CPU seconds", "ylabel": "relative error", "yscale": "log"}
     curves = Picture("error-seconds", "Error against CPU seconds, a line per seed", fill_lines(lines, axis))
     size = (8.0, 3.3 * max(1, len(methods)))

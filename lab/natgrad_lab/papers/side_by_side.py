@@ -15,7 +15,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from natgrad_lab.figures import INK, PALETTE, put_title, save_picture
+from natgrad_lab.figures import INK, PALETTE, draw_order, name_rows, put_title, save_picture
 from natgrad_lab.papers.ang_2020 import normals
 from natgrad_lab.papers.blog_2022 import steepest
 from natgrad_lab.papers.malago_2023 import printed_toy
@@ -185,7 +185,7 @@ def fill(name: str, figure: Figure) -> None:
     grid = figure.subplots(len(panels), 2, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel, (left, right) in zip(panels, grid, strict=True):
         if panel.in_words:
-            draw_order(left, panel)
+            draw_order(left, {row.name: row.place for row in panel.rows})
         else:
             draw_side(left, panel, [(row.paper, row.paper_error) for row in panel.rows], 1)
         draw_side(right, panel, [(row.ours, row.our_error) for row in panel.rows], 0)
@@ -194,20 +194,6 @@ def fill(name: str, figure: Figure) -> None:
     grid[-1][0].set_xlabel("the abstract's order (it has no numbers)" if panels[-1].in_words else "the paper")
     grid[-1][1].set_xlabel("ours")
     put_title(figure, TITLES[name])
-
-
-def draw_order(axes: Axes, panel: Panel) -> None:
-    """The order that a paper's words give, on an axis without numbers."""
-    for height, row in enumerate(panel.rows):
-        if row.place is None:
-            axes.annotate("not said", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=8)
-        else:
-            axes.plot(row.place, height, "o", color=PALETTE[1])
-    most = max(row.place or 0 for row in panel.rows)
-    name_rows(axes, panel)
-    axes.set_xlim(-0.6, most + 0.6)
-    axes.set_xticks((0, most), ["less", "more"], fontsize=8)
-    axes.grid(axis="x")
 
 
 def draw_side(axes: Axes, panel: Panel, cells: list[tuple[str | None, str | None]], colour: int) -> None:
@@ -224,19 +210,13 @@ def draw_side(axes: Axes, panel: Panel, cells: list[tuple[str | None, str | None
         )
         said = value if error is None else f"{value} ± {error}"
         axes.annotate(said, (x, place), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8, color=INK)
-    name_rows(axes, panel)
+    name_rows(axes, [row.name for row in panel.rows])
     axes.margins(x=0.25)
     if panel.logarithmic:
         axes.set_xscale("log")
     if panel.limits is not None:
         axes.set_xlim(*panel.limits)
     axes.grid(axis="x")
-
-
-def name_rows(axes: Axes, panel: Panel) -> None:
-    """The contestants from top to bottom."""
-    axes.set_yticks(range(len(panel.rows)), [row.name for row in panel.rows], fontsize=9)
-    axes.set_ylim(len(panel.rows) - 0.5, -0.8)
 
 
 def draw_all(folder: Path) -> None:

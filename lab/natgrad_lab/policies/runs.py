@@ -15,13 +15,14 @@ from functools import partial
 from statistics import mean, median, stdev
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_counts, check_word
-from natgrad_lab.figures import INK, draw_band, look, put_legend_below
+from natgrad_lab.figures import INK, draw_band, fill_axes, look
 from natgrad_lab.policies.players import NatgradPlayer, Peer, Player, PolicyChoice, learn_to_marks
 
 TUNING_SEED = 1000
@@ -216,8 +217,7 @@ def _number(value: float | None) -> str:
 
 
 def _curves(env: str, races: dict[str, list[Numbers]], key: str) -> Callable[[Figure], None]:
-    def fill(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    def draw(axes: Axes) -> None:
         for name, runs in races.items():
             marks = [point["mark"] for point in runs[0]["curve"]]
             y, style = [[at(run, mark, key) for mark in marks] for run in runs], look(list(NAMES).index(name), 1.8)
@@ -225,12 +225,10 @@ def _curves(env: str, races: dict[str, list[Numbers]], key: str) -> Callable[[Fi
         marks, goals = zip(*GOALS[env], strict=True)
         at_marks = [mark / 1000 for mark in marks]
         axes.plot(at_marks, goals, marker="_", markersize=14, color=INK, linestyle="none", label="goal")
-        axes.set(xlabel="steps in the environment, thousands", ylabel="return of an episode")
         axes.set_title(f"{env}: {' and '.join(NAMES[name] for name in races)}", loc="left")
-        axes.grid(visible=True, axis="y")
-        put_legend_below(figure, axes, columns=3)
 
-    return fill
+    axis = {"xlabel": "steps in the environment, thousands", "ylabel": "return of an episode"}
+    return fill_axes(draw, axis, columns=3)
 
 
 def learn_policies(name: str, env: str, minutes: float, **defaults: Any) -> Experiment:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from torch import Tensor
 
 import natgrad as ng
@@ -24,7 +24,7 @@ from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import StudySettings, change_defaults, check_positive, check_word
-from natgrad_lab.figures import INK, look, put_legend_below
+from natgrad_lab.figures import INK, fill_axes, look
 from natgrad_lab.words import span
 
 vmc = ng.vmc
@@ -239,7 +239,10 @@ def _race(races: dict[str, list[Numbers]], lead: str) -> Section:
     )
     exact = next(iter(races.values()))[0]["exact"]
     note = f"Medians over seeds; below, the lowest and the highest. Exact: {exact:.6f}."
-    energies, gaps = partial(_draw_energies, races, exact), partial(_draw_gaps, races)
+    energy = {"xlabel": "CPU seconds", "ylabel": "energy"}
+    energies = fill_axes(partial(_draw_energies, races, exact), energy, columns=4)
+    distance = {"xlabel": "CPU seconds", "ylabel": "|energy - exact|, sampled", "yscale": "log"}
+    gaps = fill_axes(partial(_draw_gaps, races), distance, columns=3)
     pictures = (
         Picture("energy", "Energy of the first seed, with two standard errors", energies, (7.2, 3.8)),
         Picture("gap", "Distance from the exact energy, medians over seeds", gaps, (7.2, 3.6)),
@@ -247,8 +250,7 @@ def _race(races: dict[str, list[Numbers]], lead: str) -> Section:
     return Section("Race", lead, (Table("Where they ended", heads, rows, note),), pictures)
 
 
-def _draw_energies(races: dict[str, list[Numbers]], exact: float, figure: Figure) -> None:
-    axes = figure.add_subplot()
+def _draw_energies(races: dict[str, list[Numbers]], exact: float, axes: Axes) -> None:
     lowest, tops = exact, []
     for name, runs in races.items():
         x, y, error = (np.array([point[key] for point in runs[0]["curve"]]) for key in ("seconds", "energy", "error"))
@@ -259,21 +261,15 @@ def _draw_energies(races: dict[str, list[Numbers]], exact: float, figure: Figure
         lowest = min(lowest, float((y - 2 * error)[len(y) // 4 :].min()))
     axes.axhline(exact, color=INK, linestyle=(0, (1, 3)), linewidth=1.2, label="exact")
     room = max(max(tops) - exact, abs(exact) * 2e-3)
-    axes.set(xlabel="CPU seconds", ylabel="energy", ylim=(min(lowest, exact) - 0.3 * room, exact + 4 * room))
-    axes.grid(visible=True, axis="y")
-    put_legend_below(figure, axes, columns=4)
+    axes.set_ylim(min(lowest, exact) - 0.3 * room, exact + 4 * room)
 
 
-def _draw_gaps(races: dict[str, list[Numbers]], figure: Figure) -> None:
-    axes = figure.add_subplot()
+def _draw_gaps(races: dict[str, list[Numbers]], axes: Axes) -> None:
     for name, runs in races.items():
         length = min(len(run["curve"]) for run in runs)
         x = np.median([[point["seconds"] for point in run["curve"][:length]] for run in runs], axis=0)
         y = [[abs(point["energy"] - run["exact"]) for point in run["curve"][:length]] for run in runs]
         axes.plot(x, np.median(y, axis=0), label=NAMES[name], **look(list(NAMES).index(name)))
-    axes.set(xlabel="CPU seconds", ylabel="|energy - exact|, sampled", yscale="log")
-    axes.grid(visible=True, axis="y")
-    put_legend_below(figure, axes, columns=3)
 
 
 def search_ground_state(name: str, summary: str, minutes: float, quick: dict[str, Any], **defaults: Any) -> Experiment:

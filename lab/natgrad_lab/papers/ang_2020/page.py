@@ -18,7 +18,16 @@ from matplotlib.figure import Figure
 
 from natgrad_lab.experiments.race_summary import Record, Spread, read_runs
 from natgrad_lab.experiments.records import Folder
-from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below, put_title, save_picture
+from natgrad_lab.figures import (
+    DASHES,
+    INK,
+    PALETTE,
+    draw_order,
+    name_rows,
+    put_legend_below,
+    put_title,
+    save_picture,
+)
 
 NAMES = ("K-FAC", "Kaldi-style", "diagonal", "SGD-momentum", "Adam")
 NETWORKS = {"densenet": "DenseNet", "wide_resnet": "WideResNet"}
@@ -155,7 +164,7 @@ def fill_claims(networks: Mapping[str, Mapping[str, Mapping[str, Spread]]], figu
     """A row per claim: the report's order on the left, our numbers of each network beside it."""
     grid = figure.subplots(len(CLAIMS), 1 + len(networks), squeeze=False)
     for row, (title, key, places) in zip(grid, CLAIMS, strict=True):
-        draw_order(row[0], places)
+        draw_order(row[0], {name: places.get(name) for name in NAMES})
         row[0].set_title(title, loc="left", fontsize=10)
         for axes, (_, measured) in zip(row[1:], networks.items(), strict=True):
             draw_numbers(axes, {name: numbers[key] for name, numbers in measured.items() if name in NAMES})
@@ -165,20 +174,6 @@ def fill_claims(networks: Mapping[str, Mapping[str, Mapping[str, Spread]]], figu
     put_title(
         figure, "Ang 2020, section 2.4: classifiers on CIFAR-10, the report's words and our numbers with 95 % intervals"
     )
-
-
-def draw_order(axes: Axes, places: Mapping[str, int]) -> None:
-    """Contestants in the order of the report, on an axis without numbers."""
-    for height, name in enumerate(NAMES):
-        if name in places:
-            axes.plot(places[name], height, "o", color=PALETTE[1])
-        else:
-            axes.annotate("not said", (0.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=8)
-    ends = min(places.values()), max(places.values())
-    axes.set(xlim=(ends[0] - 0.6, ends[1] + 0.6), ylim=(len(NAMES) - 0.5, -0.6))
-    axes.set_xticks(ends, ["less", "more"], fontsize=8)
-    axes.set_yticks(range(len(NAMES)), NAMES, fontsize=9)
-    axes.grid(axis="x")
 
 
 def draw_numbers(axes: Axes, numbers: Mapping[str, Spread]) -> None:
@@ -194,8 +189,8 @@ def draw_numbers(axes: Axes, numbers: Mapping[str, Spread]) -> None:
             continue
         half = np.nan_to_num(measure_half(numbers[name]))
         axes.errorbar(numbers[name].mean, height, xerr=half, fmt="o", color=PALETTE[0], capsize=3)
-    axes.set_ylim(len(NAMES) - 0.5, -0.6)
-    axes.set_yticks(range(len(NAMES)), [""] * len(NAMES))
+    name_rows(axes, NAMES)
+    axes.set_yticklabels([])
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x")
 

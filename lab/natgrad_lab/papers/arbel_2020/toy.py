@@ -13,6 +13,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from torch import Tensor
@@ -23,7 +24,7 @@ from natgrad.metrics import RBF
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
-from natgrad_lab.figures import DASHES, INK, PALETTE, draw_band, put_legend_below, put_title
+from natgrad_lab.figures import DASHES, INK, PALETTE, draw_band, fill_axes, put_legend_below, put_title
 
 METHODS = ("gradient", "Wasserstein, E[J^T J]", "Wasserstein, kernelised", "Fisher")
 SHOWN = {"Wasserstein, E[J^T J]": r"Wasserstein, $\mathrm{E}[J^\top J]$"}
@@ -244,22 +245,19 @@ def _draw_errors(dimensions: Numbers, counts: list[str]) -> Picture:
     many = len(next(iter(dimensions.values()))[counts[0]])
     title = f"Kernelised metric on normals with d independent entries: medians and quartiles of {many} draws"
 
-    def fill(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes) -> None:
         for place, (d, cells) in enumerate(dimensions.items()):
             low, middle, high = np.percentile([cells[n] for n in counts], [25, 50, 75], axis=1)
             look = {"color": PALETTE[place], "linestyle": DASHES[place], "marker": "os^"[place], "capsize": 3}
             x = [int(n) * 1.04 ** (place - 1) for n in counts]  # beside one another
             axes.errorbar(x, middle, yerr=(middle - low, high - middle), label=f"d = {d}", **look)
-        axes.set(xscale="log", yscale="log", xlabel="samples", ylabel="relative error")
+        axes.set(xscale="log", yscale="log")
         axes.set_xticks([int(n) for n in counts], counts)
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-        axes.grid(visible=True, axis="y")
-        put_title(figure, title)
-        put_legend_below(figure, axes, 3)
 
+    fill = fill_axes(draw, {"xlabel": "samples", "ylabel": "relative error"}, title, 3)
     return Picture("errors", "Error against samples", fill, SIZE)
 
 
@@ -280,19 +278,16 @@ def _descents(runs: list[Numbers], level: float) -> Section:
 
 
 def _curves(runs: list[Numbers]) -> Picture:
-    def fill(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes) -> None:
         for colour, dash, name in zip(PALETTE, DASHES, METHODS, strict=False):
             length = min(len(run[name]["losses"]) for run in runs)
             shares = [np.array(run[name]["losses"][:length]) / run[name]["losses"][0] for run in runs]
             style = {"color": colour, "linestyle": dash, "linewidth": 2}
             draw_band(axes, range(length), np.maximum(shares, LOWEST), SHOWN.get(name, name), style)
-        axes.set(yscale="log", xlabel="steps", ylabel="loss, share of the first")
-        axes.grid(visible=True, axis="y")
-        title = f"Squared Wasserstein distance between normals, four metrics: median and range of {len(runs)} seeds"
-        put_title(figure, f"{title} (drawn down to {LOWEST:g})")
-        put_legend_below(figure, axes)
 
+    title = f"Squared Wasserstein distance between normals, four metrics: median and range of {len(runs)} seeds"
+    axis = {"xlabel": "steps", "ylabel": "loss, share of the first", "yscale": "log"}
+    fill = fill_axes(draw, axis, f"{title} (drawn down to {LOWEST:g})")
     return Picture("losses", "Loss against steps", fill, SIZE)
 
 

@@ -323,7 +323,7 @@ def ends(runs: list[Numbers]) -> list[float]:
 
 
 def _curves(methods: dict[str, list[Numbers]], axis: int) -> Picture:
-    lines = take_columns({name: [run["curve"] for run in runs] for name, runs in methods.items()}, axis, 2)
+    lines = take_columns(methods, axis, 2)
     look = {"ylabel": "score matching loss, held-out patches", "xscale": ("linear", "log")[axis]}
     name = ("seconds", "steps")[axis]
     look["xlabel"] = ("CPU seconds", "steps")[axis]

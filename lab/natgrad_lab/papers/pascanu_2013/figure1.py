@@ -22,7 +22,7 @@ from natgrad.ground.linalg import eigh, solve_or_nan
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive
-from natgrad_lab.figures import DASHES, INK, PALETTE, put_legend_below
+from natgrad_lab.figures import DASHES, INK, PALETTE, fill_axes, put_legend_below
 from natgrad_lab.words import short
 
 Params = dict[str, Tensor]
@@ -526,17 +526,12 @@ def _around(axes: Axes, name: str, place: Numbers) -> None:
 
 
 def _errors(paths: Numbers) -> Callable[[Figure], None]:
-    def fill(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    def draw(axes: Axes) -> None:
         for (method, colour), dash in zip(COLOURS.items(), DASHES, strict=False):
             errors = np.maximum(paths[method]["errors"], 1e-12)
             axes.plot(errors, color=colour, linestyle=dash, linewidth=2, label=method)
-        axes.set_yscale("log")
-        axes.set(xlabel="steps", ylabel="squared error")
-        axes.grid(visible=True, axis="y")
-        put_legend_below(figure, axes)
 
-    return fill
+    return fill_axes(draw, {"xlabel": "steps", "ylabel": "squared error", "yscale": "log"})
 
 
 STUDY = Experiment(

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
@@ -26,7 +27,7 @@ from natgrad_lab.experiments.base import LabError
 from natgrad_lab.experiments.frame import Experiment, Findings, Numbers, Piece, PieceRun
 from natgrad_lab.experiments.sections import Picture, Section, Story, Table
 from natgrad_lab.experiments.settings import StudySettings, check_counts, check_positive, check_word
-from natgrad_lab.figures import PALETTE, put_legend_below, put_title
+from natgrad_lab.figures import PALETTE, fill_axes
 from natgrad_lab.words import plural, short
 
 
@@ -481,8 +482,7 @@ def _change(values: Sequence[float], within: float) -> str:
 
 
 def _figure(runs: Sequence[dict[str, Numbers]], called: dict[str, str]) -> Callable[[Figure], None]:
-    def fill(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    def draw(axes: Axes) -> None:
         for method in METHODS:
             lines = np.log10([run[method]["variance"] for run in runs])  # (seeds, segments)
             x = np.arange(1, lines.shape[1] + 1)
@@ -494,17 +494,12 @@ def _figure(runs: Sequence[dict[str, Numbers]], called: dict[str, str]) -> Calla
             )  # fmt: skip
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter("{x:.1g}")
+        axes.grid(visible=True, axis="y", which="minor")
         axes.set_xticks(x)
-        axes.set_xlabel("resampled segment of the first half of the stream")
-        axes.set_ylabel("variance of the outputs")
-        put_title(
-            figure,
-            f"Networks on MNIST, {' and '.join(called[m] for m in METHODS)}: mean and range of {len(runs)} seeds",
-        )
-        axes.grid(visible=True, axis="y", which="both")
-        put_legend_below(figure, axes, len(METHODS))
 
-    return fill
+    axis = {"xlabel": "resampled segment of the first half of the stream", "ylabel": "variance of the outputs"}
+    title = f"Networks on MNIST, {' and '.join(called[m] for m in METHODS)}: mean and range of {len(runs)} seeds"
+    return fill_axes(draw, axis, title, len(METHODS))
 
 
 def _fairness(runs: Sequence[dict[str, Numbers]], findings: Findings) -> Section:

@@ -14,12 +14,13 @@ from statistics import median, median_low
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from natgrad_lab.experiments import find
 from natgrad_lab.experiments.frame import Findings, Numbers
 from natgrad_lab.experiments.sections import Cell, Picture, Section, Story, Table
-from natgrad_lab.figures import DASHES, PALETTE, put_legend_below
+from natgrad_lab.figures import DASHES, PALETTE, fill_axes
 from natgrad_lab.papers.kept_tables import draw_kept, insert, tell_kept, write_rows
 
 RECORDS = Path(__file__).parent / "records"
@@ -147,8 +148,7 @@ def _when(values: list[float], kind: str) -> Cell:
 
 
 def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) -> Callable[[Figure], None]:
-    def fill(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    def draw(axes: Axes) -> None:
         ends, starts = [], []
         for name, runs in races.items():
             curves = [curve(run) for run in runs]
@@ -163,12 +163,9 @@ def _curves(races: dict[str, list[Numbers]], axis: int, label: str, title: str) 
         room = max(ends) - min(ends) + 1e-6
         below = max(0.75 * room, 0.15 * (max(ends) - max(starts)))
         axes.set_ylim(min(ends) - below, max(ends) + 0.1 * room)  # steep starts, and dives, are cut off
-        axes.set(xlabel=label, ylabel="bound on test examples, nats")
         axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(visible=True, axis="y")
-        put_legend_below(figure, axes, 3)
 
-    return fill
+    return fill_axes(draw, {"xlabel": label, "ylabel": "bound on test examples, nats"}, columns=3)
 
 
 def _images(races: dict[str, list[Numbers]], ink: bool) -> Section:
