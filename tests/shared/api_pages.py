@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 API = Path(__file__).parents[2] / "docs" / "api"
 
 
+@cache
 def listed_members() -> dict[str, list[str]]:
     """Module -> the members that docs/api lists under its `:::` directive."""
     found: dict[str, list[str]] = {}
