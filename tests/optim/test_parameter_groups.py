@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, cross
+from models import assert_close, cross, pair
 from optim_models import (
     BLOCK_RECIPES,
     CE,
@@ -70,7 +70,9 @@ def parts(model: nn.Module) -> dict[str, nn.Module]:
 FIRST = ng.kfac, ng.hessian_free
 
 
-@pytest.mark.parametrize(("recipe", "way"), cross(FIRST, [r for r in RECIPES if r not in FIRST], WAYS))
+@pytest.mark.parametrize(
+    ("recipe", "way"), [*((ng.kfac, way) for way in WAYS), *pair([r for r in RECIPES if r is not ng.kfac], WAYS)]
+)
 def test_every_way_of_giving_all_parameters_takes_the_same_steps(recipe: Any, way: str):
     twin = net()
     train(twin, recipe(twin, CE, params=WAYS[way](twin)))
@@ -158,7 +160,7 @@ MASKS = {
 
 @pytest.mark.parametrize(
     ("recipe", "how"),
-    cross(FIRST, [ng.ekfac, ng.diagonal, ng.natgrad_cg], product(["hook", "after backward"], MASKS)),
+    cross(FIRST[:1], [*FIRST[1:], ng.ekfac, ng.diagonal, ng.natgrad_cg], product(["hook", "after backward"], MASKS)),
 )
 def test_entries_that_a_mask_freezes_stay_or_are_named(recipe: Any, how: tuple[str, str]) -> None:
     """Adam leaves them; a metric that ties them to others moves them, and says so."""
@@ -213,7 +215,11 @@ def loss_of(model: nn.Module) -> float:
 
 @pytest.mark.parametrize(
     ("recipe", "how"),
-    cross(FIRST, [r for r in CHANGED if r not in FIRST], product(CHANGES, [step_by_hand, iterate])),
+    [
+        (recipe, how)
+        for recipes in (CHANGED[:1], CHANGED[1:])
+        for recipe, how in pair(recipes, product(CHANGES, [step_by_hand, iterate]))
+    ],
 )
 def test_training_goes_on_with_what_an_optimizer_built_now_would_give(recipe, how):
     """Entries that were cut do not move."""

@@ -14,6 +14,7 @@ import torch
 from black_boxes import sphere
 from hypothesis import given
 from hypothesis import strategies as st
+from models import pair
 from torch import Tensor
 
 import natgrad as ng
@@ -164,8 +165,7 @@ NOTHING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("vectorized", [None, False])
-@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize(("name", "vectorized"), pair(NOTHING, [None, False]))
 def test_what_is_no_number_at_some_points_is_a_failed_evaluation(name: str, vectorized: bool | None):
     def f(x: Tensor) -> Any:
         return NOTHING[name] if float(x[0]) < 0.5 else float(x[0] ** 2 + x[1] ** 2)

@@ -56,9 +56,8 @@ KINDS = ("line", "point", "out", "noise")
 PUSHED = [("full", rate, kind) for rate in RATES for kind in KINDS] + [("low rank", 1.0, kind) for kind in KINDS]
 PUSHED += [
     (name, rate, KINDS[(i + k) % 4])
-    for name in MADE.keys() - {"full", "low rank"}
+    for k, name in enumerate(sorted(MADE.keys() - {"full", "low rank"}))
     for i, rate in enumerate(RATES)
-    for k in range(2)
 ]
 
 

@@ -59,9 +59,11 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("at_submit", [False, True])
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("loses", LOSES)
+@pytest.mark.parametrize(
+    ("loses", "error", "at_submit"),
+    [(loses, ERRORS[(i + k) % 5], bool(k % 2)) for i, loses in enumerate(LOSES) for k in range(5)],
+    ids=str,
+)
 def test_lost_points_are_evaluated_elsewhere(loses: str, error: BaseException, at_submit: bool):
     """The search is the one without an executor, every point is evaluated once, and the loss is said once."""
     calls = []
