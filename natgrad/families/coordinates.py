@@ -14,11 +14,12 @@ from natgrad.families.normal import DiagonalNormal, MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential
 from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
 from natgrad.ground.linalg import is_concrete, require_solution
-from natgrad.ground.pure import leave_autocast
+from natgrad.ground.pure import compute_exactly, leave_autocast
 from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, Operator
 
 
+@compute_exactly
 class Coordinates(ABC):
     """Coordinates xi of a family's distributions, one to one with its natural parameters theta.
 
@@ -169,6 +170,7 @@ class Natural(Coordinates):
         return self.family.fisher(self.single(xi))
 
 
+@compute_exactly
 class Expectation(Coordinates):
     """eta = E[T]: probabilities of bits and classes, rates of counts, means of x and its products.
 
@@ -310,6 +312,7 @@ def multiply_rows(operator: Operator, vectors: Tensor) -> Tensor:
 # The usual coordinates of normals, of Gamma, Exponential, Beta and Dirichlet
 
 
+@compute_exactly
 class MeanCovariance(Coordinates):
     """(mu_i; Sigma_ii; Sigma_ij for i < j, row by row) of a `MultivariateNormal`.
 
@@ -361,6 +364,7 @@ class MeanCovariance(Coordinates):
         return Closed(xi, product, inverse, origin=(self.fisher, (xi.detach().clone(),)))
 
 
+@compute_exactly
 class MeanCholesky(Coordinates):
     """(mu_i; L_ii; L_ji for i < j, row by row) of a `MultivariateNormal`, Sigma = L L^T with L lower triangular.
 

@@ -20,10 +20,12 @@ from natgrad.ground.linalg import (
     symmetrise,
 )
 from natgrad.ground.messages import Explained, show_dtype
+from natgrad.ground.pure import compute_exactly
 from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, DenseOperator, Operator
 
 
+@compute_exactly
 class ExponentialFamily(Explained):
     """n natural parameters theta, statistics T(x), log-partition psi; the rest follows.
 

@@ -20,7 +20,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gibbs import Gibbs, build_energy, build_sweep, pair_energies
 from natgrad.ground.checks import check_integer, check_number, check_positive
 from natgrad.ground.linalg import require_inverse, symmetrise
-from natgrad.ground.pure import set_modes_aside
+from natgrad.ground.pure import compute_exactly, set_modes_aside
 from natgrad.ground.typed_torch import Map
 from natgrad.operators import Closed, DenseOperator, Operator
 
@@ -32,6 +32,7 @@ MATRIX = 512
 """Statistics up to which the Fisher operator holds its matrix."""
 
 
+@compute_exactly
 class MarkovField(ExponentialFamily):
     """p(x) proportional to exp(sum_c theta_c f_c(x_c)): functions f_c of cliques x_c of a few variables each.
 

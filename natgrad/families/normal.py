@@ -37,6 +37,7 @@ from natgrad.families.symmetric_matrices import (
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete, is_positive_definite
 from natgrad.ground.messages import show_dtype, show_shape
+from natgrad.ground.pure import compute_exactly
 from natgrad.ground.typed_torch import Map
 
 
@@ -211,6 +212,7 @@ class Normal(DiagonalNormal):
         return mean.squeeze(-1), std.squeeze(-1)
 
 
+@compute_exactly
 class FixedCovarianceNormal(NormalFamily):
     """N(mu, Sigma) with a known covariance Sigma: T = x, theta = Sigma^-1 mu, eta = mu, Fisher matrix Sigma.
 
@@ -309,6 +311,7 @@ class PrecisionNormal(NormalFamily):
         return factor_covariance(self.precision(self.check_shape(theta, "theta")), self.explain_outside())
 
 
+@compute_exactly
 class GraphNormal(PrecisionNormal):
     """N(mu, P^-1) with the entries of P that `pairs` has: what the full and the sparse family share.
 
@@ -437,6 +440,7 @@ class GraphNormal(PrecisionNormal):
         return torch.cat([linear, self.pairs.pack(-precision / 2).expand(*linear.shape[:-1], -1)], dim=-1)
 
 
+@compute_exactly
 class MultivariateNormal(GraphNormal):
     """N(mu, Sigma) in d dimensions: n = d + d (d + 1) / 2 parameters.
 
@@ -494,6 +498,7 @@ class MultivariateNormal(GraphNormal):
         return torch.cat([linear.squeeze(-1), self.pairs.pack(-turned / 2)], dim=-1)
 
 
+@compute_exactly
 class SparseNormal(GraphNormal):
     """N(mu, P^-1) in d dimensions with P_ij = 0 unless i = j or (i, j) is an edge: a sparse precision is a graph.
 
@@ -542,6 +547,7 @@ class SparseNormal(GraphNormal):
         return f"SparseNormal({self.d}, {len(self.pairs.edges)} edges)"
 
 
+@compute_exactly
 class FixedMeanNormal(PrecisionNormal, Embedded):
     """N(m, Sigma) with a known mean m, such as zero: n = d (d + 1) / 2 parameters.
 
@@ -631,6 +637,7 @@ def measure_spread(pairs: Pairs, away: Tensor, x: Tensor) -> Tensor:
     return covariance
 
 
+@compute_exactly
 class ComplexNormal(NormalFamily, Embedded):
     """CN(mu, Gamma): circularly symmetric complex vectors z (d,), E[(z - mu)(z - mu)^T] = 0.
 

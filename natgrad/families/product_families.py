@@ -10,6 +10,7 @@ from torch import Tensor
 from natgrad.families.event_checks import check_width
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.ground.checks import check_integer, is_integer
+from natgrad.ground.pure import compute_exactly
 
 
 class Product(ExponentialFamily):
@@ -113,6 +114,7 @@ class Product(ExponentialFamily):
         return f"Product{self.families!r}"
 
 
+@compute_exactly
 class Embedded(ExponentialFamily):
     """Distributions of another family at A theta + b: psi(theta) = psi'(A theta + b), T = A^T T', eta = A^T eta'.
 
@@ -171,6 +173,7 @@ class Embedded(ExponentialFamily):
         return self.inner.draw(self._embed(theta), count, generator)
 
 
+@compute_exactly
 class SubModel(Embedded):
     """A family with all natural parameters at zero except those in `free`: a sparse precision is a graph.
 

@@ -32,6 +32,7 @@ from natgrad.families.symmetric_matrices import (
 )
 from natgrad.ground.linalg import is_concrete, is_positive_definite
 from natgrad.ground.messages import show_dtype, show_shape
+from natgrad.ground.pure import compute_exactly
 from natgrad.ground.typed_torch import Map
 
 HALVINGS = 70
@@ -39,6 +40,7 @@ REACH = 80.0
 """log(a - (d - 1) / 2) is looked for between plus and minus this."""
 
 
+@compute_exactly
 class Wishart(ExponentialFamily):
     """Positive definite matrices W (d, d) with nu > d - 1 degrees of freedom and the scale V, E[W] = nu V.
 

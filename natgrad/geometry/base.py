@@ -11,10 +11,12 @@ from torch import Tensor
 from natgrad.families import ExponentialFamily
 from natgrad.geometry.stable_functions import safe_sqrt
 from natgrad.ground.messages import Explained, show_dtype
+from natgrad.ground.pure import compute_exactly
 
 SHORTENINGS = 50
 
 
+@compute_exactly
 class Manifold(Explained):
     """Points are tensors (..., event), in coordinates that the class names; tangents have the point's shape.
 

@@ -18,6 +18,7 @@ from natgrad.geometry.base import Manifold
 from natgrad.geometry.ode import integrate
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import factor_or_nan, fit_or_nan, invert_or_nan, require_solution, solve_or_nan
+from natgrad.ground.pure import compute_exactly
 
 DEGREE = 8
 """Nodes of an element, those of Gauss."""
@@ -278,6 +279,7 @@ def build_mesh(elements: int, like: Tensor) -> Mesh:
 # Manifolds whose geodesics are known from their start alone
 
 
+@compute_exactly
 class Shooting(Manifold):
     """`_arrive` gives a geodesic's end and velocity; `log` solves for the start. `distance` has exact gradients."""
 
@@ -329,6 +331,7 @@ class Shooting(Manifold):
         return self.carry(point, self.log(point, other), vector)[1]
 
 
+@compute_exactly
 class NaturalParameters(Shooting):
     """Any exponential family, points theta, by the equations of its geodesics.
 

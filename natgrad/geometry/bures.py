@@ -10,9 +10,11 @@ from torch import Tensor
 from natgrad.geometry.normal_manifold import NormalPoints
 from natgrad.geometry.stable_functions import matrix_sqrt, safe_sqrt
 from natgrad.ground.linalg import eigh, require_factor, require_inverse, symmetrise
+from natgrad.ground.pure import compute_exactly
 from natgrad.operators import Closed, Operator
 
 
+@compute_exactly
 class Wasserstein(NormalPoints):
     """Normals in d dimensions under W2; points (mean_i; Sigma_ii; Sigma_ij for i < j row by row): `join`, `split`.
 

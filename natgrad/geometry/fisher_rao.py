@@ -37,6 +37,7 @@ from natgrad.ground.linalg import (
     require_inverse,
     symmetrise,
 )
+from natgrad.ground.pure import compute_exactly
 
 Chart = Callable[[Tensor], Tensor]
 
@@ -88,6 +89,7 @@ def fisher_rao(family: ExponentialFamily) -> Manifold:
     return NaturalParameters(family)
 
 
+@compute_exactly
 class Charted(Manifold):
     """A known manifold seen in the natural parameters of a family: points and tangents go there and come back."""
 

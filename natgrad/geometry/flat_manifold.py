@@ -11,6 +11,7 @@ from natgrad.geometry.base import Manifold
 from natgrad.geometry.stable_functions import largest_log, log_one_plus, safe_sqrt, squared_arc, squared_root_gap
 from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import require_factor
+from natgrad.ground.pure import compute_exactly
 
 INSIDE = 0.5
 """A coordinate that is on no edge."""
@@ -204,6 +205,7 @@ class Logits(LogRates):
         return super().inside(self.width * point)
 
 
+@compute_exactly
 class Location(Manifold):
     """Means of normals with a known covariance: Euclidean, the distance is Mahalanobis'.
 

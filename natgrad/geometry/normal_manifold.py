@@ -19,6 +19,7 @@ from natgrad.ground.linalg import (
     solve_or_nan,
     symmetrise,
 )
+from natgrad.ground.pure import compute_exactly
 
 SHORTEST, ROUNDS = 2.0**-12, 60
 """The part of a way that must be within reach of a next one, and parts that are tried at most."""
@@ -28,6 +29,7 @@ TAME = 300.0
 """Entries of a velocity beyond which the exponential of its matrix overflows."""
 
 
+@compute_exactly
 class NormalPoints(Manifold):
     """Points (mean_i; Sigma_ii; Sigma_ij for i < j row by row), (..., d + d (d + 1) / 2), under any metric.
 
@@ -72,6 +74,7 @@ class NormalPoints(Manifold):
         return f"{type(self).__name__}({self.d})"
 
 
+@compute_exactly
 class Normals(NormalPoints, Shooting):
     """Points (mean_i; Sigma_ii; Sigma_ij for i < j row by row), (..., d + d (d + 1) / 2): see `join` and `split`.
 

@@ -9,8 +9,10 @@ from natgrad.geometry.base import Manifold
 from natgrad.geometry.stable_functions import matrix_log, matrix_sqrt, safe_sqrt
 from natgrad.ground.checks import check_positive
 from natgrad.ground.linalg import eigh, factor_or_nan, is_positive_definite, require_factor, symmetrise
+from natgrad.ground.pure import compute_exactly
 
 
+@compute_exactly
 class PositiveDefinite(Manifold):
     """Matrices S (..., d, d); metric scale * tr(S^-1 U S^-1 V), which A S A^T leaves as it is for every A.
 

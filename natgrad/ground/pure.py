@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
@@ -68,6 +68,17 @@ def leave_autocast(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return run
+
+
+def compute_exactly(cls: type[T]) -> type[T]:
+    """The class with its own public methods outside of their caller's autocast, but for products in inner loops.
+
+    `mv` and `mm` are called by solvers and blocks: a user's door to them is `G @ v`.
+    """
+    for name, method in list(vars(cls).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_") and name not in ("mv", "mm"):
+            setattr(cls, name, leave_autocast(method))
+    return cls
 
 
 def keep_gradient_mode(function: Callable[P, T]) -> Callable[P, T]:

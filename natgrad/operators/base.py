@@ -219,18 +219,22 @@ class Operator(ABC):
         """Whether `inverse` is known without forming an (n, n) matrix."""
         return self.has_closed_form
 
+    @leave_autocast
     def diagonal(self) -> Tensor:
         """The diagonal of G, shape (n,)."""
         return self.dense().diagonal().clone()
 
+    @leave_autocast
     def trace(self) -> Tensor:
         """Sum of the diagonal, a scalar tensor."""
         return self.diagonal().sum()
 
+    @leave_autocast
     def mean_eigenvalue(self) -> Tensor:
         """Trace over n, a scalar tensor: the scale that relative damping refers to. May be an unbiased estimate."""
         return self.trace() / self.size
 
+    @leave_autocast
     def dense(self) -> Tensor:
         """G as a matrix (n, n), symmetrised."""
         matrix = self.mm(torch.eye(self.size, dtype=self.dtype, device=self.device))

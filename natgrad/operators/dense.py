@@ -21,9 +21,11 @@ from natgrad.ground.linalg import (
     symmetrise,
     woodbury_solve,
 )
+from natgrad.ground.pure import compute_exactly
 from natgrad.operators.base import Facts, Operator
 
 
+@compute_exactly
 class DenseOperator(Operator, packed_as="Dense"):
     """G given as a matrix.
 
@@ -136,6 +138,7 @@ class DiagonalOperator(Operator, packed_as="diagonal"):
 # Held as the Cholesky factor, or as the inverse
 
 
+@compute_exactly
 class Factored(Operator):
     """G = L L^T: products and solves in O(n^2).
 
@@ -191,6 +194,7 @@ class FactoredInverse(Operator):
         return {"lower": self.factor.lower}
 
 
+@compute_exactly
 class InvertedOperator(Operator, packed_as="Inverted"):
     """G known by P = G^-1: solves are products with P.
 
@@ -231,6 +235,7 @@ class InvertedOperator(Operator, packed_as="Inverted"):
 # G = U U^T: products by a thin matrix
 
 
+@compute_exactly
 class LowRankOperator(Operator, packed_as="LowRank"):
     """G = U U^T.
 

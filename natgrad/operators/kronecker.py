@@ -21,10 +21,12 @@ from natgrad.ground.linalg import (
     solve_by_root,
     widen_dtype,
 )
+from natgrad.ground.pure import compute_exactly
 from natgrad.ground.typed_torch import join_diagonally
 from natgrad.operators.base import Operator
 
 
+@compute_exactly
 class KroneckerOperator(Operator, packed_as="kronecker"):
     """A (x) B, acting on a (p, q) matrix flattened row-major: n = p q.
 
@@ -108,6 +110,7 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         return block_kron(left, right)
 
 
+@compute_exactly
 class KroneckerSolve(Operator, packed_as="kronecker_solve"):
     """A^-1 (x) B^-1 with the larger factor as its Cholesky root: a solve in the place of an inverse and a product.
 
@@ -186,6 +189,7 @@ def renew(like: KroneckerOperator | KroneckerSolve, left: Tensor, right: Tensor)
     return KroneckerOperator(left, right, factored=like.factored)
 
 
+@compute_exactly
 class Spectral(Operator, packed_as="spectral"):
     """V diag(spectrum) V^T in the eigenbasis V of a Kronecker product.
 
@@ -412,6 +416,7 @@ class Spikes:
         return (self.vectors * (own - rest).unsqueeze(-2)) @ self.vectors.mT + rest.unsqueeze(-1) * eye
 
 
+@compute_exactly
 class Spiked(Operator, packed_as="spiked"):
     """sum_ij spectrum_ij (v_i v_i^T) (x) (w_j w_j^T), where the last i and j stand for all that V and W leave out.
 
@@ -482,6 +487,7 @@ class Spiked(Operator, packed_as="spiked"):
         return rest, left, right, self.spectrum[..., :-1, :-1] - left - right - rest
 
 
+@compute_exactly
 class SpikedKronecker(Operator):
     """A (x) B with both factors low rank plus scaled identity, on a (p, q) matrix flattened row-major.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from natgrad.ground.pure import compute_exactly
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.layers import Layout, UnitLayout
@@ -84,6 +85,7 @@ class Arranged(Operator):
 # One operator per consecutive part of the vector
 
 
+@compute_exactly
 class BlockOperator(Operator, packed_as="Block"):
     """diag(G_1, ..., G_k), each on the next entries of the vector.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.linalg import as_columns
+from natgrad.ground.pure import compute_exactly
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators.base import Facts, Operator, SampleRows
 from natgrad.operators.linearization import Linearization
@@ -36,6 +37,7 @@ class Form(Protocol):
         ...
 
 
+@compute_exactly
 class Pullback(Operator):
     """J^T M J, averaged over rows: the shape of every metric in this library.
 
@@ -170,6 +172,7 @@ class CentredRows(SampleRows):
         return (self.rows.squares() - left_out).clamp(min=0)
 
 
+@compute_exactly
 class Centred(Operator):
     """C = U U^T - sum_j m_j m_j^T for a second moment U U^T, m_j = U q_j its means.
 

@@ -16,6 +16,7 @@ from natgrad.ground.linalg import (
     pseudo_inverse,
     safe_cutoff,
 )
+from natgrad.ground.pure import compute_exactly
 from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.operators.base import Facts, Operator
 
@@ -23,6 +24,7 @@ CHUNK = 2**24
 """Numbers in a temporary at most: units are taken as many at a time."""
 
 
+@compute_exactly
 class SharedRows(Operator):
     """diag(G_1, ..., G_k), G_j = A_j^T diag(w_j) A_j, A_j = A diag(m_j): rows A that all units share.
 
@@ -147,6 +149,7 @@ class SharedRowsInverse(Operator):
         return ((block - image) / self.damping).reshape(-1)
 
 
+@compute_exactly
 class SharedBasis(Operator):
     """diag(G_1, ..., G_k), G_j = Q diag(s_j) Q^T + r_j (1 - Q Q^T): a unit's own eigenvalues in a common basis.
 
@@ -204,6 +207,7 @@ class SharedBasis(Operator):
 # One block per unit, exact or quasi-diagonal
 
 
+@compute_exactly
 class Units(Operator, packed_as="units"):
     """diag(G_1, ..., G_k) of k symmetric matrices of one size, n = k d.
 
@@ -247,6 +251,7 @@ class Units(Operator, packed_as="units"):
         return join_diagonally(self.matrices)
 
 
+@compute_exactly
 class QuasiDiagonal(Operator):
     """k units, each [[diag(s) + c c^T / b, c], [c^T, b]] over its d weights and its bias: n = k (d + 1).
 
