@@ -22,7 +22,7 @@ from natgrad.families.base import (
 )
 from natgrad.families.event_checks import check_support, check_width
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.families.special_functions import HALF_LOG_2PI, divergence_terms, exp_gap, stirling_rest
+from natgrad.families.special_functions import HALF_LOG_2PI, divergence_terms, exp_gap, in_double, stirling_rest
 from natgrad.ground.checks import check_integer
 from natgrad.ground.linalg import is_concrete
 from natgrad.operators import DiagonalOperator, Operator
@@ -473,6 +473,7 @@ class Multinomial(LogitFamily):
         fits = (x >= 0) & (x == x.round()) & (x.sum(-1, keepdim=True) == self.n_trials)
         return check_support(x, fits, f"counts >= 0 with the sum {self.n_trials}")
 
+    @in_double
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         log_p = self.check(theta).log_softmax(-1)
         x = self.statistics(self.as_numbers(x, theta.dtype))
@@ -481,24 +482,36 @@ class Multinomial(LogitFamily):
     def log_base(self, x: Tensor) -> Tensor:
         return math.lgamma(self.n_trials + 1) - torch.lgamma(x + 1).sum(-1)
 
+    @in_double
+    def entropy(self, theta: Tensor) -> Tensor:
+        return super().entropy(theta)
+
+    @in_double
     def mean_log_base(self, theta: Tensor) -> Tensor:
-        """log n! - sum_i E[log x_i!], every x_i binomial."""
-        counts = torch.arange(self.n_trials + 1, dtype=theta.dtype, device=theta.device)
-        factorials = torch.lgamma(counts + 1)
-        choose = math.lgamma(self.n_trials + 1) - factorials - factorials.flip(0)
-        log_p = theta.log_softmax(-1).unsqueeze(-1)
-        log_q = log_complement(theta).unsqueeze(-1)
-        none = counts == 0  # of an impossible class: 0 log 0 = 0
-        seen = counts * log_p.masked_fill(none, 0.0) + counts.flip(0) * log_q.masked_fill(none.flip(0), 0.0)
+        """log n! - sum_i E[log x_i!], every x_i binomial, over the counts within 6 sqrt(n) of its mean."""
+        n, log_p, log_q = self.n_trials, theta.log_softmax(-1).unsqueeze(-1), log_complement(theta).unsqueeze(-1)
+        reach = math.ceil(6 * math.sqrt(n))  # beyond it lies less than exp(-72), by Hoeffding's inequality
+        width, mean = min(n, 2 * reach), n * log_p.detach().exp()
+        first = (mean.round() - reach).clamp(0, n - width)
+        counts = first + torch.arange(width + 1, dtype=theta.dtype, device=theta.device)
+        others, factorials, centre = n - counts, torch.lgamma(counts + 1), torch.lgamma(mean + 1)
+        choose = math.lgamma(n + 1) - factorials - torch.lgamma(others + 1)
+        # of an impossible class: 0 log 0 = 0
+        seen = counts * log_p.masked_fill(counts == 0, 0.0) + others * log_q.masked_fill(others == 0, 0.0)
         share = (choose + seen).exp()
-        return math.lgamma(self.n_trials + 1) - (share * factorials).sum((-1, -2))
+        # from the centre: of 1e9 trials chances sum to one but for 1e-6, and the largest logarithm is 2e10
+        return math.lgamma(n + 1) - (centre.squeeze(-1) + (share * (factorials - centre)).sum(-1)).sum(-1)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        p = theta.softmax(-1).reshape(-1, self.classes)
-        drawn = torch.multinomial(p, count * self.n_trials, replacement=True, generator=generator)
-        drawn = drawn.view(len(p), count, self.n_trials)
-        counts = theta.new_zeros(len(p), count, self.classes).scatter_add(-1, drawn, theta.new_ones(drawn.shape))
-        return counts.transpose(0, 1).reshape(count, *theta.shape)
+        """Class by class, a binomial number of those that are left: a billion trials cost no more than one."""
+        p = theta.softmax(-1)
+        rest = p.flip(-1).cumsum(-1).flip(-1)  # p_i + ... + p_C, exactly p_i at the last class that can come
+        share = torch.where(p < rest, p / rest.clamp(min=torch.finfo(p.dtype).tiny), (p > 0).to(p)).clamp(max=1)
+        left, counts = p.new_full((count, *p.shape[:-1]), self.n_trials), list[Tensor]()
+        for each in share.unbind(-1):
+            counts.append(torch.binomial(left, each.expand_as(left).contiguous(), generator=generator))
+            left = left - counts[-1]
+        return torch.stack(counts, -1)
 
     def outcomes(self, theta: Tensor) -> Tensor:
         number = math.comb(self.n_trials + self.classes - 1, self.classes - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, tensor
 from torch.testing import assert_close
 
 import natgrad as ng
@@ -93,3 +93,26 @@ def test_integers_and_others_are_no_parameters():
             Bernoulli().expectation(wrong)
     with pytest.raises(TypeError, match="class numbers"):
         Categorical(3).statistics([1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_counts_of_many_trials_are_as_exact_as_those_of_few(dtype):
+    shares, trials = tensor([0.2, 0.3, 0.5]), 10**6
+    family, theta = Multinomial(trials, 3), shares.log().to(dtype)
+    normal = 0.5 * ((2 * torch.pi * torch.e * trials) ** 2 * shares.prod()).log()  # but for a multiple of 1 / trials
+    torch.testing.assert_close(family.entropy(theta).double(), normal, rtol=1e-5, atol=0)
+    mode = (trials * shares).to(dtype)
+    log_peak = -0.5 * ((2 * torch.pi * trials) ** 2 * shares.prod()).log()
+    torch.testing.assert_close(family.log_prob(theta, mode).double(), log_peak, rtol=1e-5, atol=0)
+
+
+def test_a_draw_of_a_billion_trials_costs_no_more_than_one():
+    shares, trials = tensor([0.2, 0.0, 0.3, 0.5]), 10**9
+    x = Multinomial(trials, 4).sample(shares.log(), 4000, generator=torch.Generator().manual_seed(0))
+    assert bool((x.sum(1) == trials).all())
+    assert bool((x[:, 1] == 0).all())
+    covariance = trials * (shares.diag() - shares.outer(shares))
+    error = (covariance.diagonal() / len(x)).sqrt()
+    assert bool(((x.mean(0) - trials * shares).abs() <= 4.5 * error).all())
+    size = covariance.diagonal().sqrt().outer(covariance.diagonal().sqrt())
+    assert bool(((torch.cov(x.mT) - covariance).abs() <= 4.5 * size * (2 / len(x)) ** 0.5).all())
