@@ -7,6 +7,7 @@ from torch import Tensor
 
 from natgrad.ground.linalg import factor_or_nan, is_concrete
 from natgrad.ground.messages import show_dtype, show_shape
+from natgrad.ground.typed_torch import as_tensor_like
 
 
 def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:
@@ -18,6 +19,13 @@ def check_width(x: Tensor, width: int | None, what: str = "") -> Tensor:
             f"x {came}, expected {what}{' ' if what else ''}(..., {'n' if width is None else width}){advice}"
         )
     return x
+
+
+def as_tensors(*values: Tensor | float) -> list[Tensor]:
+    """Tensors as they are, and numbers in the dtype and on the device of the first floating-point one among them."""
+    floating = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+    like = next(floating, torch.empty(0))
+    return [value if isinstance(value, Tensor) else as_tensor_like(value, like) for value in values]
 
 
 def check_support(x: Tensor, allowed: Tensor, words: str) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.event_checks import (
+    as_tensors,
     centre,
     centre_varying,
     check_moments,
@@ -204,7 +205,8 @@ class Normal(DiagonalNormal):
 
     def from_mean_std(self, mean: Tensor, std: Tensor) -> Tensor:
         """theta (..., 2) of means (...) and standard deviations (...)."""
-        return super().from_mean_std(torch.as_tensor(mean).unsqueeze(-1), torch.as_tensor(std).unsqueeze(-1))
+        mean, std = as_tensors(mean, std)
+        return super().from_mean_std(mean.unsqueeze(-1), std.unsqueeze(-1))
 
     def mean_std(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation, (...) each."""

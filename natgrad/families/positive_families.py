@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families.event_checks import (
+    as_tensors,
     centre,
     centre_varying,
     check_above,
@@ -466,7 +467,7 @@ class InverseGaussian(ExponentialFamily):
             mean: mu, positive, shape (...).
             shape: lambda, positive, shape (...).
         """
-        mean, shape = torch.broadcast_tensors(torch.as_tensor(mean), torch.as_tensor(shape))
+        mean, shape = torch.broadcast_tensors(*as_tensors(mean, shape))
         check_above(mean, 0.0, "mean")
         return self.check(torch.stack([-shape / (2 * mean.square()), -shape / 2], dim=-1))
 

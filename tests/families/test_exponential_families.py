@@ -301,3 +301,13 @@ def test_kl_and_entropy_do_not_depend_on_the_unit_of_x(name, unit):
         return torch.stack([family.kl(theta, other), family.entropy(theta) - size * math.log(unit)])
 
     assert_close(measure(unit), measure(1.0), rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    "make", [ng.Normal().from_mean_std, LogNormal().from_mean_std, InverseGaussian().from_mean_shape]
+)
+def test_a_number_beside_a_tensor_is_taken_in_its_dtype(make):
+    exact = make(tensor(0.1), tensor(0.3))
+    assert torch.equal(make(0.1, tensor(0.3)), exact)
+    assert torch.equal(make(tensor(0.1), 0.3), exact)
+    assert make(0.1, 0.3).dtype == torch.get_default_dtype()
