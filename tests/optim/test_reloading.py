@@ -43,6 +43,7 @@ def record_runs(build: Callable[[nn.Module], Any]) -> Runs:
 
 
 STARTS = (0, 2, 5)
+STRUCTURES = [recipe.__name__ for recipe in BLOCK_RECIPES]
 
 
 def test_states_are_loaded_in_any_order_into_one_optimizer(build, runs):
@@ -58,6 +59,7 @@ def test_states_are_loaded_in_any_order_into_one_optimizer(build, runs):
         assert same(save(model, opt), runs[1][choice])
 
 
+@pytest.mark.parametrize("build", ["kfac", "online_ng", "kfac, judged", "hessian_free", "averaged"], indirect=True)
 def test_a_state_is_loaded_in_the_middle_of_a_batch(build, runs):
     """Where a run went wrong before its step: nothing of that batch is in the steps that follow."""
     model = net()
@@ -74,6 +76,7 @@ def test_a_state_is_loaded_in_the_middle_of_a_batch(build, runs):
         assert same(save(model, opt), runs[1][1]), reached
 
 
+@pytest.mark.parametrize("build", [*STRUCTURES, "two groups", "hessian_free", "averaged", "momentum"], indirect=True)
 def test_a_layer_that_is_frozen_meanwhile_keeps_its_state(build):
     """As where a part of a network rests for some epochs, and the run is resumed in them."""
     model, resumed = net(), net()

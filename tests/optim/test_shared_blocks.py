@@ -103,11 +103,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(__name__, 4, tmp_path_factory)
 
 
-@pytest.mark.parametrize("scene", TRAINED)
-def test_the_steps_are_those_of_one_process(four: list[dict[str, Any]], scene: str):
-    alone = TRAINED[scene]()
+@pytest.mark.parametrize("name", sorted({scene.rpartition(", ")[0] for scene in TRAINED}))
+def test_the_steps_are_those_of_one_process(four: list[dict[str, Any]], name: str):
+    alone = TRAINED[f"{name}, speed"]()
     del alone["report"]
-    assert_joined([rank[scene] for rank in four], alone)
+    for share in ("speed", "memory"):
+        assert_joined([rank[f"{name}, {share}"] for rank in four], alone)
 
 
 @pytest.mark.parametrize("scene", TRAINED)
