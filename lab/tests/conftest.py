@@ -14,14 +14,19 @@ from natgrad_lab import figures
 @pytest.fixture(autouse=True)
 def _pictures_without_faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that draws a picture with unnamed axes, cut off words or a legend on a line."""
-    drawn: list[Figure] = []
-    draw = figures.FigureCanvasAgg
+    faults = set[str]()
+    make_canvas = figures.FigureCanvasAgg
 
-    def keep(figure: Figure) -> object:
-        drawn.append(figure)
-        return draw(figure)
+    def watch(figure: Figure) -> object:
+        lay_out = figure.draw_without_rendering
 
-    monkeypatch.setattr(figures, "FigureCanvasAgg", keep)
+        def look() -> None:  # before it is saved, which leaves its words where the file's resolution has them
+            lay_out()
+            faults.update(find_faults(figure))
+
+        monkeypatch.setattr(figure, "draw_without_rendering", look)
+        return make_canvas(figure)
+
+    monkeypatch.setattr(figures, "FigureCanvasAgg", watch)
     yield
-    faults = [fault for figure in drawn for fault in find_faults(figure)]
-    assert not faults, "\n".join(sorted(set(faults)))
+    assert not faults, "\n".join(sorted(faults))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
@@ -14,24 +13,15 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from natgrad_lab.figures import STYLE
-
 FAINT = 0.5  # lines below this opacity stand behind the others and may cross a legend
 
 
-def find_faults(figure: Figure) -> list[str]:
-    """Sentences on what is wrong with a picture, empty where nothing is.
+def find_faults(figure: Figure) -> Iterator[str]:
+    """Sentences on what is wrong with a picture, none where nothing is.
 
     Args:
-        figure: Laid out, as `natgrad_lab.figures.draw` leaves it.
+        figure: Laid out, in the style in which it was: otherwise ticks and words have other sizes.
     """
-    with mpl.rc_context(STYLE):  # without it ticks and words have other sizes
-        figure.draw_without_rendering()  # to save a figure leaves its words where the file's resolution had them
-        return list(search(figure))
-
-
-def search(figure: Figure) -> Iterator[str]:
-    """The faults of a figure that is drawn."""
     checks = (check_names, check_edges, check_overlaps, check_legends, check_looks)
     for check in checks:
         yield from check(figure)

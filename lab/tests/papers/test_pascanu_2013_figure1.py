@@ -1,11 +1,13 @@
 """The autoencoder of one unit: steps as defined, the mirror between the readings, and a page that may go either way."""
 
+import shutil
 from itertools import pairwise
 
 import pytest
 import torch
 
 from natgrad_lab.experiments import PieceRun, execute
+from natgrad_lab.experiments.records import Folder
 from natgrad_lab.papers.pascanu_2013 import figure1
 from natgrad_lab.report import build, read_outcome
 
@@ -81,9 +83,13 @@ def test_counts_are_shares():
     assert set(counted["methods"]) == set(figure1.RATES)
 
 
-def test_the_study_ends_in_a_page(tmp_path):
-    execute(figure1.STUDY, FEW, [0], tmp_path)
-    numbers, page = build(tmp_path)
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return execute(figure1.STUDY, FEW, [0], tmp_path_factory.mktemp("study"))
+
+
+def test_the_study_ends_in_a_page(study):
+    numbers, page = build(study.path)
     text = page.read_text()
     assert numbers.missing == 0
     assert text.count("<svg role") == 6
@@ -92,8 +98,8 @@ def test_the_study_ends_in_a_page(tmp_path):
     assert "not given in the paper" in text
 
 
-def test_a_half_finished_study_shows_the_reading_that_is_there(tmp_path):
-    folder = execute(figure1.STUDY, FEW, [0], tmp_path)
+def test_a_half_finished_study_shows_the_reading_that_is_there(study, tmp_path):
+    folder = Folder(shutil.copytree(study.path, tmp_path / "half"))
     (folder.records / "starts-other.json").unlink()
     assert [section.title[:10] for section in read_outcome(figure1.STUDY, folder).story.sections] == ["As printed"]
 
