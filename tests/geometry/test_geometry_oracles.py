@@ -13,7 +13,11 @@ from natgrad.geometry import HalfPlane, PositiveDefinite, Simplex, fisher_rao
 
 if not hasattr(numpy, "trapz"):
     vars(numpy)["trapz"] = numpy.trapezoid  # geomstats 2.8 asks for the name that numpy 2.4 dropped
-pytest.importorskip("geomstats", reason="geomstats is not installed: pip install geomstats")
+
+
+@pytest.fixture(autouse=True)
+def _geomstats() -> None:  # a second or two, which processes that run no test of this file need not spend
+    pytest.importorskip("geomstats", reason="geomstats is not installed: pip install geomstats")
 
 
 def spd(*batch, seed=0):

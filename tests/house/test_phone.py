@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "api")  # there the hooks write the tables
 ROOM = 395
@@ -41,10 +39,9 @@ def measure_table(rows: list[list[str]]) -> float:
     return size * (LETTER * sum(widest) + space * columns)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_no_table_is_wider_than_a_phone(page: Path):
-    for rows in find_tables(page.read_text(encoding="utf-8")):
-        assert measure_table(rows) <= ROOM, f"too wide: {' | '.join(rows[0])}"
+def test_no_table_is_wider_than_a_phone():
+    tables = [(page.name, rows) for page in PAGES for rows in find_tables(page.read_text(encoding="utf-8"))]
+    assert [f"{page}: {' | '.join(rows[0])}" for page, rows in tables if measure_table(rows) > ROOM] == []
 
 
 def test_a_wide_table_is_seen():
