@@ -34,7 +34,7 @@ from natgrad.optim.guard import (
 )
 from natgrad.optim.objective import Called, Closure, call_closure
 from natgrad.optim.passes import Recall, mark_of
-from natgrad.optim.processes import Processes
+from natgrad.optim.processes import Processes, name_parameters
 from natgrad.optim.report import (
     KEPT,
     LONG,
@@ -383,8 +383,7 @@ class ModelOptimizer(Optimizer):
         Raises:
             ValueError: For parameters of another model, or a number out of range.
         """
-        named = self.model.named_parameters() if isinstance(self.model, nn.Module) else self.model.items()
-        known = {id(p): name for name, p in named}
+        known = {id(p): name for name, p in name_parameters(self.model).items()}
         super().add_param_group(checked_group(param_group, known, self.defaults, self.LIMITS))
         self.param_groups[-1][EXTRA] = ()  # flattened states come back with the keys that are here
         # empty, torch.distributed.checkpoint would call step()

@@ -91,16 +91,15 @@ class Averages:
             return update.fail(far=far)
         blocks = self._assign(update.blocks, reading)
         fresh = list[tuple[Block, Statistics, Count]]()
-        for seen, count in self._weigh_layers(reading, update.part):
-            past = self._totals(blocks, seen.key)
-            before = self.owners.share_past(seen.key, past, self.structure.needs_past(seen))
+        for block, passed, count in self._weigh(reading, update.part):
+            before, sums = self._totals(blocks, block), self.owners.sums(block.key)
             # totals <- decay totals + what this pass gives; the average is that / weight (Martens & Grosse, section 5)
-            totals = self.structure.advance(seen, before, decay, self.owners.sums(seen.key))
-            fresh.append((Block(seen.layer.layout, seen.layer), totals, count))
-        for name, squares, count in self._weigh_squares(reading):
-            squares = self.owners.sums(name).total(squares)
-            totals = accumulate_statistics(self._totals(blocks, name, layered=False), squares, decay)
-            fresh.append((Block(single(name, self.named[name])), totals, count))
+            if isinstance(passed, Seen):
+                before = self.owners.share_past(block.key, before, self.structure.needs_past(passed))
+                totals = self.structure.advance(passed, before, decay, sums)
+            else:
+                totals = accumulate_statistics(before, sums.total(passed), decay)
+            fresh.append((block, totals, count))
         sound = are_finite([totals.values() if self.owners.holds(block.key) else () for block, totals, _ in fresh])
         for fits, (block, totals, count) in zip(sound, fresh, strict=True):
             if fits:  # an eigendecomposition may have failed
@@ -119,7 +118,7 @@ class Averages:
 
         def deliver(key: str, fresh: Statistics) -> None:
             block, count = coming.pop(key)
-            before = self._totals(blocks, key, block.layer is not None) if self.owners.holds(key) else None
+            before = self._totals(blocks, block) if self.owners.holds(key) else None
             totals = accumulate_statistics(before, fresh, decay)
             if not self.owners.holds(key) or are_finite([totals.values()])[0]:
                 self._average(blocks, block, totals, decay, count)
@@ -127,13 +126,11 @@ class Averages:
         sums = ArrivingSums(self.owners.processes, self.structure.symmetric, deliver, fit)
         of = self.owners.of if self.owners.apart else {}
         few = Sums(add_few=self.owners.processes.sum_entries)
-        for seen, count in self._weigh_layers(reading, update.part):
-            coming[seen.key] = Block(seen.layer.layout, seen.layer), count
-            own = self.structure.statistics(seen.add_by(few), None, decay)
-            sums.send(seen.key, own, of.get(seen.key))
-        for name, squares, count in self._weigh_squares(reading):
-            coming[name] = Block(single(name, self.named[name])), count
-            sums.send(name, squares, of.get(name))
+        for block, passed, count in self._weigh(reading, update.part):
+            coming[block.key] = block, count
+            if isinstance(passed, Seen):
+                passed = self.structure.statistics(passed.add_by(few), None, decay)
+            sums.send(block.key, passed, of.get(block.key))
         sums.finish()
 
         def wait() -> BatchUpdate:
@@ -143,20 +140,18 @@ class Averages:
 
         return wait
 
-    def _weigh_layers(self, reading: Reading, part: float) -> Iterator[tuple[Seen, Count]]:
-        """The layers' passes, weighted by rows, and what all processes saw. They are taken out of the reading."""
+    def _weigh(self, reading: Reading, part: float) -> Iterator[tuple[Block, Seen | Statistics, Count]]:
+        """What was seen of each block, weighted by rows, and what all processes saw. Layers leave the reading."""
         share, weight = float(reading.rows), reading.weight
-        for seen in (reading.layers.pop() for _ in range(len(reading.layers))):
+        while reading.layers:
+            seen = reading.layers.pop()
             rows, positions = reading.weights.get(seen.key, share), reading.positions.get(seen.key, math.inf)
             needed = max(FEWEST_ROWS, part * self.structure.rows_needed(seen.layer))
-            yield seen.thin(needed).count_times(share, weight), Count(rows, positions)
-
-    def _weigh_squares(self, reading: Reading) -> Iterator[tuple[str, Statistics, Count]]:
-        """The same of the parameters without a layer."""
-        share, weight = float(reading.rows), reading.weight
+            passed = seen.thin(needed).count_times(share, weight)
+            yield Block(seen.layer.layout, seen.layer), passed, Count(rows, positions)
         for name, squares in reading.squares.items():
             count = Count(reading.weights.get(name, share), math.inf)
-            yield name, {"squares": share * weight * squares}, count
+            yield Block(single(name, self.named[name])), {"squares": share * weight * squares}, count
 
     def _average(
         self,
@@ -167,8 +162,8 @@ class Averages:
         count: Count,
     ) -> None:
         """One block's new totals, and what they are divided by."""
-        key, layered = fresh.key, fresh.layer is not None
-        if key not in blocks or (blocks[key].layer is not None) != layered:
+        key = fresh.key
+        if key not in blocks or (blocks[key].layer is None) != (fresh.layer is None):
             # new, or of a layer and a parameter by turns: blocks that shared a parameter with it are forgotten
             for rival in [k for k, b in blocks.items() if set(b.layout.names) & set(fresh.layout.names)]:
                 del blocks[rival]
@@ -184,10 +179,10 @@ class Averages:
             readings = decay * readings + (decay < 1) if readings else 1.0
         blocks[key] = replace(block, totals=totals, weight=weight, positions=positions, readings=readings)
 
-    def _totals(self, blocks: Mapping[str, Block], key: str, layered: bool = True) -> Statistics | None:
-        """The sums so far of a layer's block, or of that of a parameter without one."""
-        block = blocks.get(key)
-        if block is None or (block.layer is not None) != layered or block.totals is None:
+    def _totals(self, blocks: Mapping[str, Block], fresh: Block) -> Statistics | None:
+        """The sums so far of a block, if it was one of a layer, or of a parameter without one, before too."""
+        block = blocks.get(fresh.key)
+        if block is None or (block.layer is None) != (fresh.layer is None) or block.totals is None:
             return None
         return dict(block.totals)
 

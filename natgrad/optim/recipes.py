@@ -15,6 +15,7 @@ from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Select
 from natgrad.metrics import Metric, gauss_newton
 from natgrad.operators import Operator
+from natgrad.optim.checks import describe_wrong_choice
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import BlockOptions, BlockSettings, FlatOptions, FlatSettings, replace_name, with_options
 from natgrad.optim.structured import StructuredNaturalGradient
@@ -83,8 +84,7 @@ def natural_gradient(
         )
     solver = replace_name("solver", solver)
     if solver is not None and not isinstance(solver, Solver):
-        hint = "; did you forget the parentheses?" if isinstance(solver, type) else ""
-        raise TypeError(f"solver is {solver!r}, expected a natgrad Solver such as ng.CG(){hint}")
+        raise TypeError(describe_wrong_choice("solver", solver, Solver))
     operator.check(gradient, "gradient")
     strategy = replace_name("damping", damping)
     amount = strategy.amount(strategy.initial(), operator) if isinstance(strategy, Damping) else strategy

@@ -243,8 +243,7 @@ class TrustRegion(Rule):
     shrink: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.radius < math.inf:
-            raise ValueError(f"radius is {self.radius}, expected a positive number of nats per example")
+        check_radius(self.radius)
         check_backtracking(self.backtracks, self.shrink)
 
     @property
