@@ -83,7 +83,11 @@ class Layout:
         """
         parts = []
         if self.weight is not None:
-            parts.append(self._matrix(tensors[self.weight]))
+            weight = tensors[self.weight]
+            if self.transposed:
+                channels = self.shape[0] // self.groups
+                weight = weight.reshape(self.groups, channels, self.outputs, -1).transpose(1, 2)
+            parts.append(weight.reshape(self.groups, self.outputs, self.inputs))
         if self.bias is not None:
             parts.append(tensors[self.bias].reshape(self.groups, self.outputs, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -96,22 +100,14 @@ class Layout:
         """
         parts = {}
         if self.weight is not None:
-            parts[self.weight] = self._store_matrix(matrix[..., : self.inputs])
+            weight = matrix[..., : self.inputs]
+            if self.transposed:
+                channels = self.shape[0] // self.groups
+                weight = weight.reshape(self.groups, self.outputs, channels, -1).transpose(1, 2)
+            parts[self.weight] = weight.reshape(self.shape)
         if self.bias is not None:
             parts[self.bias] = matrix[..., -1].reshape(self.bias_shape)
         return parts
-
-    def _matrix(self, weight: Tensor) -> Tensor:
-        if not self.transposed:
-            return weight.reshape(self.groups, self.outputs, self.inputs)
-        channels = self.shape[0] // self.groups
-        return weight.reshape(self.groups, channels, self.outputs, -1).transpose(1, 2).flatten(2)
-
-    def _store_matrix(self, matrix: Tensor) -> Tensor:
-        if self.transposed:
-            channels = self.shape[0] // self.groups
-            matrix = matrix.reshape(self.groups, self.outputs, channels, -1).transpose(1, 2)
-        return matrix.reshape(self.shape)
 
 
 # what a unit has of several tensors as one row: a row of one matrix with a column of the next

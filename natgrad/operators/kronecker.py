@@ -55,13 +55,15 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
             raise ValueError(
                 f"left is {left.dtype} on {left.device}, right {right.dtype} on {right.device}; convert one with .to()"
             )
-        if left.shape[:-2] != right.shape[:-2] and 4 not in (left.dim(), right.dim()):
-            raise ValueError(
-                f"left has shape {tuple(left.shape)}, right {tuple(right.shape)}, expected as many blocks of one as of "
-                "the other"
-            )
+        lead = left.shape[:-2]
+        if lead != right.shape[:-2]:
+            if 4 not in (left.dim(), right.dim()):
+                raise ValueError(
+                    f"left has shape {tuple(left.shape)}, right {tuple(right.shape)}, expected as many blocks of one "
+                    "as of the other"
+                )
+            lead = cast("torch.Size", cast("Any", torch).broadcast_shapes(lead, right.shape[:-2]))
         self.left, self.right, self.factored = left, right, factored
-        lead = cast("torch.Size", cast("Any", torch).broadcast_shapes(left.shape[:-2], right.shape[:-2]))
         self.matrix_shape: tuple[int, ...] = (*lead, left.shape[-1], right.shape[-1])
         self.size = torch.Size(self.matrix_shape).numel()
         self.dtype, self.device = left.dtype, left.device

@@ -192,10 +192,8 @@ class BlockWork(Work):
         keys = {key for key, block in state.blocks.items() if due or block.fresh}
         if not keys:
             return
-        hearing = state.hearing
-        if hearing.errors and loss is not None:
-            hearing = replace(hearing, error=max(hearing.error, loss))
-        self.state = replace(state, hearing=hearing)
+        if state.hearing.errors and loss is not None:
+            self.state = replace(state, hearing=replace(state.hearing, error=max(state.hearing.error, loss)))
         shaper = self.rule if self.shapes else None
         level = self.damp() if self.choices.needs_derivatives(self.turned) else None
         blocks, failures = self.averages.invert(state.blocks, level, self.inverts, shaper, keys)

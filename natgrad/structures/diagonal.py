@@ -60,7 +60,12 @@ class UnitWise(Layerwise):
     largest: int = 64
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        return accumulate_statistics(before, self._fresh(seen), decay)
+        if seen.layer.layout.matrix_shape[2] <= self.largest:
+            fresh = {"blocks": layer_units(seen)}
+        else:
+            rows = {} if seen.layer.layout.bias is None else {"rows": layer_bias_rows(seen)}
+            fresh = {"squares": layer_squares(seen)} | rows
+        return accumulate_statistics(before, fresh, decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -73,11 +78,3 @@ class UnitWise(Layerwise):
     def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
         groups, outputs, columns = layer.layout.matrix_shape
         return [(groups * outputs, columns)] if columns <= self.largest else []
-
-    def _fresh(self, seen: Seen) -> Statistics:
-        if seen.layer.layout.matrix_shape[2] <= self.largest:
-            return {"blocks": layer_units(seen)}
-        fresh = {"squares": layer_squares(seen)}
-        if seen.layer.layout.bias is None:
-            return fresh
-        return fresh | {"rows": layer_bias_rows(seen)}

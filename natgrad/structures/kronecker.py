@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,7 +32,12 @@ class Factored(Layerwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Room(self.largest, self.budget)
+        _ = self.room  # checks its numbers
+
+    @cached_property
+    def room(self) -> Room:
+        """How large a factor may be."""
+        return Room(self.largest, self.budget)
 
     def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
         return average_inputs(layer, totals, weight)
@@ -40,7 +46,7 @@ class Factored(Layerwise):
         return super().kind(totals) + describe_cuts(totals)
 
     def inverted_sizes(self, layer: Layer) -> list[tuple[int, int]]:
-        return factor_sizes(layer, Room(self.largest, self.budget))
+        return factor_sizes(layer, self.room)
 
 
 @dataclass(frozen=True)
@@ -96,10 +102,9 @@ class Kronecker(Factored):
         return math.inf if self.reduce else max(FEWEST, self.rows * max(layer.layout.matrix_shape[1:]))
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        room = Room(self.largest, self.budget)
         if not seen.deltas:
-            return accumulate_inputs(seen, before, decay, self.reduce, room)
-        return accumulate_statistics(before, layer_factors(seen, self.reduce, room), decay)
+            return accumulate_inputs(seen, before, decay, self.reduce, self.room)
+        return accumulate_statistics(before, layer_factors(seen, self.reduce, self.room), decay)
 
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
@@ -157,14 +162,13 @@ class EigenKronecker(Factored):
             raise ValueError(f"stale is {self.stale}, expected a share in [0, 1)")
 
     def statistics(self, seen: Seen, before: Statistics | None, decay: float) -> Statistics:
-        room = Room(self.largest, self.budget)
         if not seen.deltas:
-            return accumulate_inputs(seen, before, decay, self.reduce, room)
+            return accumulate_inputs(seen, before, decay, self.reduce, self.room)
         if seen.single:
-            return accumulate_statistics(before, seen.sums.total(layer_factors(seen, self.reduce, room)), decay)
+            return accumulate_statistics(before, seen.sums.total(layer_factors(seen, self.reduce, self.room)), decay)
         before = before if before is not None and "spectrum" in before else None  # else of inputs alone
         moments = None if before is None else {side: before[side] for side in SIDES}
-        fresh = {side: moment for side, moment in layer_factors(seen, self.reduce, room).items() if side in SIDES}
+        fresh = {side: moment for side, moment in layer_factors(seen, self.reduce, self.room).items() if side in SIDES}
         totals = accumulate_statistics(moments, seen.sums.total(fresh), decay)
         vectors = {side: self._vectors(side, totals, before, seen.sums) for side in ("left", "right")}
         bases = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
