@@ -175,13 +175,15 @@ def collect_passes(
     examples: int | None = None,
 ) -> list[Seen]:
     """The layers' passes, all calls of a module as one. Layers whose calls do not fit together are left out."""
-    calls: dict[Layer, list[tuple[Tap, list[Tensor]]]] = {}
+    calls, passes = dict[Layer, list[tuple[Tap, list[Tensor]]]](), list[Seen]()
     for i, call in enumerate(taps):
         reached = [delta for row in deltas if (delta := row[i]) is not None]
         if reached and call.inputs.numel():
             calls.setdefault(call.layer, []).append((call, reached))
-    passes = [merge_calls(layer, of_layer, dtype, examples) for layer, of_layer in calls.items()]
-    return [seen for seen in passes if seen is not None]
+    for layer, of_layer in calls.items():
+        if (seen := merge_calls(layer, of_layer, dtype, examples)) is not None:
+            passes.append(seen)
+    return passes
 
 
 def merge_calls(layer: Layer, calls: Calls, dtype: torch.dtype | None, examples: int | None) -> Seen | None:
@@ -230,8 +232,7 @@ def collect_inputs(taps: Sequence[Tap]) -> list[Seen]:
     calls = dict[Layer, list[Tap]]()
     for call in taps:
         calls.setdefault(call.layer, []).append(call)
-    passes = [lay_inputs(layer, of_layer) for layer, of_layer in calls.items()]
-    return [seen for seen in passes if seen is not None]
+    return [seen for layer, of_layer in calls.items() if (seen := lay_inputs(layer, of_layer)) is not None]
 
 
 def lay_inputs(layer: Layer, calls: Sequence[Tap]) -> Seen | None:
@@ -537,16 +538,15 @@ def hear(
     """
     seen = one.collect_layers()
     asked = [each for each in seen if asks(each.layer)]
-    judged = dict(zip([each.key for each in asked], one.judge(asked), strict=True))
-    answers, sure = {each.key: judged.get(each.key, True) is not False for each in seen}, None not in judged.values()
+    judged = dict(zip(asked, one.judge(asked), strict=True))
+    answers = {each.key: judged.get(each, True) is not False and takes(each) for each in seen}
     for layer in silent:
         reached = [g for name in layer.layout.names if (g := one.gradients.get(name)) is not None]
         if any(bool(g.to_dense().any()) for g in reached):
             answers.setdefault(layer.key, False)
-    answers |= {each.key: False for each in seen if not takes(each)}
     more = one.collect_products(spare(answers))
     answers |= {each.key: answer is True and takes(each) for each, answer in zip(more, one.judge(more), strict=True)}
-    return Heard([each for each in [*seen, *more] if answers[each.key]], {}, answers, sure)
+    return Heard([each for each in [*seen, *more] if answers[each.key]], {}, answers, None not in judged.values())
 
 
 def is_asking(readings: int) -> bool:

@@ -167,7 +167,8 @@ class Outside:
                 "optimizer.step(), or make them parameters of their own and give params= without them",
                 stacklevel=2,
             )
-        scale = fit_scale(overlaps)
+        inner, square = sum(part.inner for part in overlaps.values()), sum(part.own for part in overlaps.values())
+        scale = max(inner / square, 0.0) if square > 0 else 0.0  # that brings s own nearest to the gradients
         reached = find_outside_blocks(overlaps, scale, blocks)
         plain = find_outside_blocks(overlaps, 1.0, blocks) if reached else []
         if len(plain) < len(reached) or scale > 0.5:  # the other part leans on the fit: nothing was scaled
@@ -285,12 +286,6 @@ def measure_overlaps(own: Mapping[str, Tensor], gradients: Mapping[str, Tensor])
     rows = list_numbers(torch.stack(table).view(4, -1).mT) if table else []
     parts = zip(gradients, rows, strict=True)
     return {name: Overlap(k * k, g * g, inner, lost * lost) for name, (k, g, lost, inner) in parts}
-
-
-def fit_scale(overlaps: Mapping[str, Overlap]) -> float:
-    """The s >= 0 that brings s own nearest to the gradients."""
-    inner, square = sum(part.inner for part in overlaps.values()), sum(part.own for part in overlaps.values())
-    return max(inner / square, 0.0) if square > 0 else 0.0
 
 
 def find_held(overlaps: Mapping[str, Overlap]) -> list[str]:

@@ -96,15 +96,12 @@ class Blocks(OperatorStructure):
                 count = block.shape[0] if self.rows and block.shape else 1
                 cuts.append((layout_of(block), views[name].reshape(count, block.size // max(count, 1))))
         for layout, places in cuts:
-            self._check(layout.names[0], places.shape[1])
+            if places.shape[1] > self.largest:
+                raise ValueError(
+                    f"{layout.names[0]!r} has a block of {places.shape[1]} rows, more than largest={self.largest}: "
+                    "take rows=True, another structure such as ng.Kronecker(), or a larger bound"
+                )
         return cuts
-
-    def _check(self, name: str, side: int) -> None:
-        if side > self.largest:
-            raise ValueError(
-                f"{name!r} has a block of {side} rows, more than largest={self.largest}: take rows=True, another "
-                "structure such as ng.Kronecker(), or a larger bound"
-            )
 
     def _read_blocks(self, operator: Operator, cuts: list[Cut]) -> dict[str, Tensor]:
         """By the first name of each layout, (k, d, d)."""
