@@ -155,11 +155,11 @@ class Linearised:
 
 def carry_through(route: Linearised, back: bool, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`Linearised.carry`, differentiably."""
-    apply: Callable[..., tuple[Tensor, ...]] = getattr(Carried, "apply")  # noqa: B009 (torch declares no types of it)
+    apply: Callable[..., tuple[Tensor, ...]] = getattr(JacobianProduct, "apply")  # noqa: B009 (torch declares no types of it)
     return apply(route, back, *vectors)
 
 
-class Carried(torch.autograd.Function):
+class JacobianProduct(torch.autograd.Function):
     """P v as a function of v, or P^T w of w, with derivatives of any order: each is the other's derivative."""
 
     @staticmethod

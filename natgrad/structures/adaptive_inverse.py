@@ -169,7 +169,7 @@ class Update(Explained):
         """How many numbers are remembered, in units of n^2."""
 
 
-class KeptInverse(Update):
+class InverseUpdate(Update):
     """The inverse itself is kept, and nothing else."""
 
     offset: float
@@ -194,7 +194,7 @@ class KeptInverse(Update):
 
 
 @dataclass(frozen=True)
-class FirstOrder(KeptInverse):
+class FirstOrder(InverseUpdate):
     """Eq. 4: G^-1 <- (1 + eps) G^-1 - eps (G^-1 U)(G^-1 U)^T, eps = max(1 / (t + offset), floor).
 
     Where eq. 4 would lose positivity (eps lambda_max(U^T G^-1 U) >= 1 + eps, tested exactly) the exact update is taken
@@ -226,7 +226,7 @@ class FirstOrder(KeptInverse):
 
 
 @dataclass(frozen=True)
-class Woodbury(KeptInverse):
+class Woodbury(InverseUpdate):
     """The exact inverse of eq. 3 by Woodbury's formula, at the cost of eq. 4 and an (r, r) factorisation.
 
     There is no damping: with floor > 0, G^-1 grows by 1 / (1 - floor) per step in directions that the data never show;

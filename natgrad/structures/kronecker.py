@@ -23,7 +23,7 @@ FEWEST = 1024
 """Rows of a pass that factors are taken from, if there are as many."""
 
 
-class Factored(Layerwise):
+class FactorPair(Layerwise):
     """What structures of two factors have in common: how large a factor is, and what its inputs' second moment is."""
 
     reduce: bool
@@ -50,7 +50,7 @@ class Factored(Layerwise):
 
 
 @dataclass(frozen=True)
-class Kronecker(Factored):
+class Kronecker(FactorPair):
     """S (x) A per layer (K-FAC): S = E[delta delta^T] of the output derivatives, A = E[a a^T] of the inputs.
 
     Exact for one example, and where inputs and derivatives are independent. An embedding's A is diagonal: token
@@ -117,7 +117,7 @@ class Kronecker(Factored):
 
 
 @dataclass(frozen=True)
-class EigenKronecker(Factored):
+class EigenKronecker(FactorPair):
     """K-FAC's eigenbasis with the metric's own diagonal in it (EKFAC): closer to the metric in Frobenius norm, always.
 
     The diagonal is that of the examples' own gradients, exact for shared weights too. With a running average, earlier
