@@ -579,7 +579,9 @@ class FixedMeanNormal(PrecisionNormal, Embedded):
     def _pull(self, covector: Tensor) -> Tensor:
         return covector[..., self.d :]
 
-    log_prob = in_double(Embedded.log_prob)
+    @in_double
+    def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
+        return super().log_prob(theta, x)
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         return self.mean.to(theta) + super().draw(theta, count, generator)

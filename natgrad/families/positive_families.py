@@ -422,8 +422,8 @@ class InverseGaussian(ExponentialFamily):
         # of mu^2 - mu'^2 = theta_2 / theta_1 - ...
         crossed = theta[..., 1] * away[..., 0] - away[..., 1] * theta[..., 0]
         gap = crossed / theta[..., 0] / other[..., 0] / (mean + other_mean)
-        moved = other_shape * (gap / other_mean).square() / (2 * mean)
-        return 0.5 * ratio_gap(other_shape, shape, -2 * away[..., 1]) + moved
+        shift = other_shape * (gap / other_mean).square() / (2 * mean)
+        return 0.5 * ratio_gap(other_shape, shape, -2 * away[..., 1]) + shift
 
     def expectation(self, theta: Tensor) -> Tensor:
         mean, shape = self.mean_shape(theta)

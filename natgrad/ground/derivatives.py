@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from natgrad.ground.linalg import invert_or_nan
 from natgrad.ground.pure import run_alone
-from natgrad.ground.typed_torch import torch_linalg, torch_plain, torch_returns
+from natgrad.ground.typed_torch import Map, torch_linalg, torch_plain, torch_returns
 
 
 def look_up_bags(
@@ -175,6 +175,38 @@ def cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
     eye = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device).expand_as(input)
     half = torch_linalg.solve_triangular(input.triu() if upper else input.tril(), eye, upper=upper)
     return half @ half.mH if upper else half.mH @ half
+
+
+# Linear maps whose products are all that is known of them
+
+
+class LinearMap(torch.autograd.Function):
+    """A v with the derivative A^T, for products taken by backward passes, whose graphs end at v."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(product: Map, transposed: Map, vector: Tensor) -> Tensor:
+        return product(vector)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Map, Map, Tensor], output: Tensor) -> None:
+        ctx.product, ctx.transposed, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, apply_linear(ctx.transposed, ctx.product, gradients[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return apply_linear(ctx.product, ctx.transposed, tangents[2])
+
+
+def apply_linear(product: Map, transposed: Map, vector: Tensor) -> Tensor:
+    """A v by `product`, differentiable in v by `transposed`, the products with A^T, to any order."""
+    if not (vector.requires_grad and torch.is_grad_enabled()):
+        return product(vector)
+    return cast(Tensor, LinearMap.apply(product, transposed, vector))  # type: ignore[reportUnknownMemberType]
 
 
 # Operations whose higher derivatives torch gets wrong or lacks, written out in others that it gets right
@@ -426,10 +458,10 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.embedding_bag: look_up_bags,
     # two nested forward derivatives are wrong (196695, 196696 and 196697), of `cholesky_inverse` one is (196682)
     **{
-        getattr(home, written.__name__): written
-        for written in (det, slogdet, logdet, cholesky_inverse)
+        getattr(home, function.__name__): function
+        for function in (det, slogdet, logdet, cholesky_inverse)
         for home in (torch, Tensor, torch_linalg)
-        if hasattr(home, written.__name__)
+        if hasattr(home, function.__name__)
     },
     torch_linalg.solve: solve,
     # two nested forward derivatives end in an error, themselves or once they are differentiated

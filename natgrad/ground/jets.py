@@ -342,7 +342,10 @@ def raise_power(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     jet, power = args if len(args) == 2 else (args[0], kwargs["exponent"])
     if not isinstance(jet, Jet) or not isinstance(power, (int, float)) or power in (0, 1):
         refuse("this power")
-    return bend_jet(list(differentiate_power(power, jet.jets[0])), jet)
+    if power == 2:
+        return jet.square()
+    z = jet.jets[0]
+    return bend_jet((z**power, power * z ** (power - 1), power * (power - 1) * z ** (power - 2)), jet)
 
 
 def split_determinant(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -478,20 +481,38 @@ def differentiate_softplus(z: Tensor, part: Any) -> Iterator[Tensor]:
         yield torch.where(straight, 0 if order else 1, part.beta**order * slope if order else slope)
 
 
-def differentiate_power(power: float, z: Tensor) -> Iterator[Tensor]:
-    """z^p, with two derivatives."""
-    yield z**power
-    yield power * z ** (power - 1)
-    yield power * (power - 1) * z ** (power - 2)
+def differentiate_sqrt(z: Tensor) -> Iterator[Tensor]:
+    """The root of z, with two derivatives."""
+    value = z.sqrt()
+    yield value
+    slope = 0.5 / value
+    yield slope
+    yield -0.5 * slope / z
+
+
+def differentiate_reciprocal(z: Tensor) -> Iterator[Tensor]:
+    """1 / z, with two derivatives."""
+    value = 1 / z
+    yield value
+    square = value.square()
+    yield -square
+    yield 2 * square * value
+
+
+def differentiate_square(z: Tensor) -> Iterator[Tensor]:
+    """z^2, with two derivatives."""
+    yield z.square()
+    yield 2 * z
+    yield torch.full_like(z, 2)
 
 
 SMOOTH: dict[str, Callable[[Tensor], Iterator[Tensor]]] = {
     "tanh": differentiate_tanh,
     "sigmoid": differentiate_sigmoid,
     "silu": differentiate_silu,
-    "sqrt": partial(differentiate_power, 0.5),
-    "reciprocal": partial(differentiate_power, -1),
-    "square": partial(differentiate_power, 2),
+    "sqrt": differentiate_sqrt,
+    "reciprocal": differentiate_reciprocal,
+    "square": differentiate_square,
     "exp": lambda z: repeat(z.exp()),
     "log": lambda z: (f(z) for f in (torch.log, torch.reciprocal, lambda z: -1 / z.square())),
     "log1p": lambda z: (f(z) for f in (torch.log1p, lambda z: 1 / (1 + z), lambda z: -1 / (1 + z).square())),

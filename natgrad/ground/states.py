@@ -20,7 +20,11 @@ class Stateful:
         return {name: write_value(getattr(self, name)) for name in list_names(type(self))}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a state that lacks a part of this one's, before anything changes."""
+        """ValueError for a state that lacks a part of this one's, before anything changes.
+
+        Args:
+            state: What `state_dict` may have given.
+        """
         check_parts(self, state)
         for name in list_names(type(self)):
             part = getattr(self, name)
@@ -28,7 +32,14 @@ class Stateful:
                 part.check_state(state[name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave. ValueError, before anything changes, if it lacks a part."""
+        """Continue from there.
+
+        Args:
+            state: What `state_dict` gave.
+
+        Raises:
+            ValueError: If it lacks a part.
+        """
         self.check_state(state)
         for name in list_names(type(self)):
             setattr(self, name, read_value(getattr(self, name), state[name]))

@@ -301,35 +301,6 @@ class Operator(ABC):
         return write_table(("", type(self).__name__), [(name, str(value)) for name, value in known.items()])
 
 
-class LinearMap(torch.autograd.Function):
-    """A v with the derivative A^T, for products taken by backward passes, whose graphs end at v."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(product: Map, transposed: Map, vector: Tensor) -> Tensor:
-        return product(vector)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Map, Map, Tensor], output: Tensor) -> None:
-        ctx.product, ctx.transposed, _ = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, apply_linear(ctx.transposed, ctx.product, gradients[0])
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return apply_linear(ctx.product, ctx.transposed, tangents[2])
-
-
-def apply_linear(product: Map, transposed: Map, vector: Tensor) -> Tensor:
-    """A v by `product`, differentiable in v by `transposed`, the products with A^T, to any order."""
-    if not (vector.requires_grad and torch.is_grad_enabled()):
-        return product(vector)
-    return cast(Tensor, LinearMap.apply(product, transposed, vector))  # type: ignore[reportUnknownMemberType]
-
-
 def list_all(parts: Iterable[T | None]) -> list[T] | None:
     """All parts; None where one is."""
     known = list[T]()

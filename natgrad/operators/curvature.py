@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.derivatives import apply_linear, exact_derivatives
 from natgrad.ground.messages import show_shape
 from natgrad.ground.pure import check_followed, run_alone
 from natgrad.ground.spaces import Params, Space
-from natgrad.operators.base import Facts, Operator, apply_linear
+from natgrad.operators.base import Facts, Operator
 from natgrad.operators.linearization import UNRECORDED
 
 

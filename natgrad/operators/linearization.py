@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.ground.derivatives import exact_derivatives
+from natgrad.ground.derivatives import apply_linear, exact_derivatives
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import INSTEAD, Ancestors, PureModel, check_followed, map_tensors
 from natgrad.ground.spaces import Params, Space
 from natgrad.layers import Recording, record_pass
-from natgrad.operators.base import apply_linear
 
 UNREACHED = (
     "the model's outputs do not depend on params: a metric needs outputs that move with them; look for a detach(), or "

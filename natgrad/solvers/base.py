@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from natgrad.ground.derivatives import apply_linear
 from natgrad.ground.linalg import all_finite, symmetrise
 from natgrad.ground.messages import Explained, show_shape, write_choices
 from natgrad.ground.typed_torch import measure_norm
 from natgrad.operators import Operator, SampleRows, WrittenColumns
-from natgrad.operators.base import apply_linear
 
 Product = Callable[[Tensor], Tensor]
 
@@ -152,8 +152,9 @@ class UnitSolver(Solver):
             return solution
 
         def invert(vector: Tensor) -> Tensor:
-            known = vector is rhs
-            return solution.value.clone() if known else self.solve(operator, vector, damping=damping).value
+            if vector is rhs:  # solved already
+                return solution.value.clone()
+            return self.solve(operator, vector, damping=damping).value
 
         # the inverse is symmetric, so that a backward pass is another solve
         return replace(solution, value=apply_linear(invert, invert, rhs))
