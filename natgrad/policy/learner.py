@@ -363,6 +363,7 @@ class PolicyLearner(Explained):
             deterministic: True for the likeliest actions, False for draws.
             seed: Of the environments.
         """
+        episodes = check_integer("episodes", episodes)
         worlds = Environments(env, None if self.worlds.limit == math.inf else self.worlds.limit)
         if worlds.shape != self.worlds.shape:
             raise ValueError(f"env has observations of shape {worlds.shape}, expected {self.worlds.shape}")

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer
+from natgrad.ground.checks import check_integer, check_number
 from natgrad.ground.exchanges import any_asks, sum_numbers, sum_tensors
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
@@ -249,13 +249,17 @@ class Fitted(ABC):
             The bound before each step. The list's `converged` says whether q arrived, its `gap` how far from the
             optimum it was, its `error` how exactly the bound is known.
 
+        Raises:
+            ValueError: If a number is out of range.
+
         Warns:
             RuntimeWarning: If log p has no maximum, or does not fall in some direction, as far as the steps show. If
                 only rates far below `lr` bring a gain and q has not converged. If the steps have come to rest, but
                 other points show that the bound is not known to the tolerance, and not to .1 nats: `converged` is False
                 then.
         """
-        call, steady = join_callbacks(callback, "q"), self.target.steady
+        steps, call, steady = check_integer("steps", steps, 0), join_callbacks(callback, "q"), self.target.steady
+        check_number("tolerance", tolerance, hint=" of nats")
         bounds, rate, width, risen = Bounds(), self.lr, self._measure_width(), 0
         here = past = self.snapshot()
         try:

@@ -168,7 +168,7 @@ def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, step
 
     Raises:
         TypeError: For no lattice Hamiltonian, or one that does not say which states it has.
-        ValueError: For too many states, and for an H that leads out of them or is not Hermitian.
+        ValueError: For too many states, for no step, and for an H that leads out of its states or is not Hermitian.
 
     Reference:
         Lanczos 1950, without reorthogonalisation: the lowest value is right, though it may come several times.
@@ -177,6 +177,7 @@ def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, step
         >>> round(ng.vmc.lowest_energy(ng.vmc.Heisenberg(4)), 10)
         -2.0
     """
+    steps = check_integer("steps", steps)
     over: Any = getattr(hamiltonian, "space", None) if space is None else space
     if not isinstance(over, Configurations) or not has_connections(hamiltonian):
         raise TypeError(

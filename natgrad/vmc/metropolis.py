@@ -257,6 +257,7 @@ class Metropolis(Sampler):
         return f"{self.chains} chains, acceptance {self.accepted:.2f}{width}, {len(self.stuck)} stuck"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.check_state({"generator": None, **state_dict})
         held, space = state_dict["states"], self.space
         if held is not None and len(held) != self.chains:
             raise ValueError(f"state_dict has {len(held)} chains, expected {self.chains}")

@@ -59,6 +59,14 @@ def read_place(owner: Any) -> Tensor:
     return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
 
 
+def test_what_is_no_number_of_steps_or_nats_is_refused():
+    q = fit_normal()[0]
+    for wrong in ({"steps": 2.5}, {"steps": -1}, {"tolerance": -1.0}, {"tolerance": float("nan")}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+            q.fit(**wrong)
+    assert q.steps == 0
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_callback_is_given_the_object_after_each_step_and_stops_by_true(name: str):
     seen: list[Any] = []

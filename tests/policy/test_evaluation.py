@@ -109,6 +109,8 @@ def test_what_is_no_evaluation_is_refused():
         EvalCallback(Walk(), [print, 5])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="env has observations of shape"):
         ng.TRPO(None, Walk(), **SMALL).learn(32, callback=EvalCallback("CartPole-v1", eval_freq=32))
+    with pytest.raises(ValueError, match="episodes is 0"):
+        ng.TRPO(None, Walk(), **SMALL).evaluate(Walk(), 0)
 
 
 def test_several_environments_by_name():

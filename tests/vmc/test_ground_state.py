@@ -77,3 +77,5 @@ def test_bad_input_is_named_at_the_door():
         vmc.GroundState(H, vmc.Enumerated(H.space), torch.optim.Adam(vmc.RBM(3).parameters()))
     with pytest.raises(TypeError, match="sampler is int"):
         vmc.GroundState(H, 3, ng.stochastic_reconfiguration(ng.LogAmplitude(vmc.RBM(3))))
+    with pytest.raises(ValueError, match="steps is 0"):
+        vmc.lowest_energy(H, steps=0)

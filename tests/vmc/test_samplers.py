@@ -161,3 +161,5 @@ def test_bad_input_is_named_at_the_door():
     one = vmc.Metropolis(vmc.Spins(3), samples=10)
     with pytest.raises(ValueError, match="state_dict has 4 chains, expected 10"):
         one.load_state_dict(one.state_dict() | {"states": torch.ones(4, 3)})
+    with pytest.raises(ValueError, match="the state lacks"):
+        one.load_state_dict({})
