@@ -906,7 +906,7 @@ class Listener(Hook):
         self.recall = weakref.ref(recall)
         self.traceable, self.in_eval = traceable, in_eval
         self.record = keep_uncompiled(Recall.record_pass)  # it looks into attributes of any kind
-        self.ending: Any = None
+        self.ending: Ending | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         if kwargs is None or (self.traceable and torch.compiler.is_compiling()):
@@ -924,28 +924,31 @@ class Listener(Hook):
                 begin()
             self.record(recall, module, call)
         if (heard or recall.outputs is not None) and not torch.compiler.is_compiling():
-            self.remove()  # a pass that raised has left it
-            self.ending = module.register_forward_hook(Ending(self, recall, recall.last if heard else None))
-
-    def remove(self) -> None:
-        """Take the hook of the pass under way off."""
-        if self.ending is not None:
-            self.ending.remove()
-            self.ending = None
+            if self.ending is not None:  # a pass that raised has left it
+                self.ending.remove()
+            self.ending = Ending(module, recall, recall.last if heard else None)
 
 
 class Ending(Hook):
-    """Forward hook of one pass: writes the pass into the graph of what it returned, and goes."""
+    """Forward hook of one pass: writes the pass into the graph of what it returned, and goes.
 
-    def __init__(self, listener: Listener, recall: Recall, passed: RecordedPass | None) -> None:
-        self.listener, self.recall, self.passed = weakref.ref(listener), weakref.ref(recall), passed
+    It goes by itself, since its optimizer may die while the pass is under way.
+    """
+
+    def __init__(self, module: nn.Module, recall: Recall, passed: RecordedPass | None) -> None:
+        self.recall, self.passed = weakref.ref(recall), passed
+        self.handle = module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        listener, recall = self.listener(), self.recall()
-        if listener is not None:
-            listener.remove()
+        recall, passed = self.recall(), self.passed
+        self.remove()
         if recall is not None:
-            recall.record_outputs(outputs, self.passed)
+            recall.record_outputs(outputs, passed)
+
+    def remove(self) -> None:
+        """Take it off, and let go of what the pass was given."""
+        self.handle.remove()
+        self.passed = None
 
 
 def listen(model: nn.Module, recall: Recall, *, traceable: bool = False, in_eval: bool = False) -> Any:

@@ -38,19 +38,24 @@ def test_detach_takes_the_hook_off() -> None:
     opt.step()
 
 
+@pytest.mark.parametrize("within", ["the hooks", "the layers"])
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
-def test_an_optimizer_may_die_while_a_pass_goes_through_the_hooks(recipe: Any) -> None:
+def test_an_optimizer_may_die_while_a_pass_goes_through(within: str, recipe: Any) -> None:
     model, held = net(), dict[str, Any]()
 
     def drop(module: nn.Module, args: Any) -> None:  # as the collector may, at any allocation
         held.clear()
         gc.collect()
 
-    model.register_forward_pre_hook(drop)
+    (model if within == "the hooks" else model[0]).register_forward_pre_hook(drop)
     held["opt"] = recipe(model, CE)
-    model(X)
+    rows = X.clone()
+    given = weakref.ref(rows)
+    model(rows)
     assert not held
     assert count_hooks(model) == 1
+    del rows
+    assert given() is None
 
 
 def test_hooks_come_off_when_optimizers_die() -> None:
