@@ -205,12 +205,17 @@ class Taps:
         calls: Those recorded so far.
         recorder: Of the calls inside compiled graphs.
         places: The layers by their numbers there.
+
+    Args:
+        in_eval: True if passes in evaluation mode are for training too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_eval: bool = False) -> None:
         self.armed = False
         self.paused = False
         self.calls: list[Tap] = []
+        self.in_eval = in_eval
+        self._looked_at: int | None = None  # where the calls of the last pass begin, if it was an evaluation's
         self.recorder = Recorder()
         self.places: list[Layer] = []
 
@@ -235,11 +240,18 @@ class Taps:
         """True if the calls of the pass under way are recorded."""
         return self.armed and not self.paused and not is_evaluating()
 
-    def resume(self) -> None:
-        """A new pass begins."""
+    def resume(self, training: bool) -> None:
+        """A new pass begins; graphs of an evaluation that no loss was computed of may go.
+
+        Args:
+            training: Whether the model is in training mode.
+        """
         if self.paused:
             self.calls.clear()
+        elif self._looked_at is not None:
+            del self.calls[self._looked_at :]
         self.paused = False
+        self._looked_at = None if training or self.in_eval else len(self.calls)
 
     def release_with(self, loss: Tensor) -> None:
         """Free what the calls so far would hold when the backward pass of a loss begins.
@@ -343,7 +355,7 @@ class Resume(Hook):
             return
         taps = self.taps()
         if taps is not None and not is_evaluating() and not is_transformed(islice(module.parameters(), 1)):
-            taps.resume()
+            taps.resume(module.training)
 
 
 class Release:

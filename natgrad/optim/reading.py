@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -180,11 +180,16 @@ class Reader:
     """
 
     def __init__(
-        self, model: nn.Module, named: Mapping[str, Tensor], structure: Layerwise, processes: Processes
+        self,
+        model: nn.Module,
+        named: Mapping[str, Tensor],
+        structure: Layerwise,
+        processes: Processes,
+        in_eval: bool = False,
     ) -> None:
         self.model, self.structure, self.processes = model, structure, processes
         self.estimate, self.seed = structure.estimate, structure.seed
-        self.taps, self.passes = Taps(), AlignedPasses(model, processes)
+        self.taps, self.passes = Taps(in_eval), AlignedPasses(model, processes)
         self.attach(named)
 
     def attach(self, named: Mapping[str, Tensor]) -> None:
@@ -335,7 +340,7 @@ class Reader:
         loss = recall.computed[-1]
         self.counts = len(rows), loss.divisor or (0.0 if math.isnan(loss.count) else loss.count)
         if known is not None and self._hears_all(known, calls):
-            layers = collect_inputs(calls)
+            layers = collect_inputs(find_reached(rows, calls))
             self._line_up(len(rows), 0)
             return Reading(layers, {}, len(rows)), {seen.key: True for seen in layers}
         asking, self.unsure = is_asking(self.readings) or self.unsure, False  # all layers are judged, trusted ones too
@@ -626,15 +631,34 @@ def runs_once(error: RuntimeError) -> bool:
 def find_used(roots: Iterable[Node | None], asked: Mapping[str, Tensor]) -> set[str]:
     """The names of those leaves that the graph above these roots leads to, through tensors with entries."""
     names, used = {id(leaf): name for name, leaf in asked.items()}, set[str]()
+    for node in walk(roots) if names else ():
+        used |= {names[id(leaf)] for leaf in [leaf_of(node)] if id(leaf) in names}
+        if len(used) == len(names):
+            break
+    return used
+
+
+def find_reached(outputs: Tensor, calls: Sequence[Tap]) -> list[Tap]:
+    """The calls that led to these outputs, and those of which no graph tells."""
+    wanted, reached = {call.edge.node for call in calls if call.edge is not None}, set[Node]()
+    for node in walk([outputs.grad_fn]) if wanted else ():
+        if node in wanted:
+            reached.add(node)
+            if len(reached) == len(wanted):
+                break
+    return [call for call in calls if call.edge is None or call.edge.node in reached]
+
+
+def walk(roots: Iterable[Node | None]) -> Iterator[Node]:
+    """The nodes of the graph above these roots whose tensors have entries, each once."""
     stack, known = [node for node in roots if node is not None], set[Node]()
-    while stack and len(used) < len(names):
+    while stack:
         node = stack.pop()
         if node in known or is_empty(node):
             continue
         known.add(node)
-        used |= {names[id(leaf)] for leaf in [leaf_of(node)] if id(leaf) in names}
+        yield node
         stack += [below for below, _ in node.next_functions if below is not None]
-    return used
 
 
 def release(reader: Reader, listener: Any) -> None:

@@ -162,7 +162,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
-        reader = Reader(self.model, named, structure, processes)
+        reader = Reader(self.model, named, structure, processes, self.train_in_eval)
         averages = Averages(structure, named, Owners(processes, *check_share(chosen.share)))
         known = (self.rule, self.damping, processes, bounded_below(loss), self.damping.every or JUDGED_EVERY)
         self._flow = BlockFlow(loss, reader, averages, Choices(*known, invert_every=self.invert_every))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import nn
 
 import natgrad as ng
 from natgrad.ground.constants import KL_SLACK
+from natgrad.rules import SpectralProgress
 from natgrad.structures import hear_metric
 
 WARM = ng.MeasuredLength().warm
@@ -195,6 +197,42 @@ def test_what_counts_are_the_rows_that_lead_to_the_loss(name: str):
 
 
 # the rest of the training loop
+
+
+STRAY: dict[str, Callable[[nn.Module], Any]] = {
+    "training": lambda model: model(3 * X[:5]),
+    "evaluation": lambda model: model.eval()(3 * X[:5]),
+    "a layer": lambda model: model[0](3 * X[:5]),
+}
+
+
+@pytest.mark.parametrize("rule", [ng.MeasuredLength(), SpectralProgress()])  # the latter reads inputs alone
+@pytest.mark.parametrize("stray", STRAY)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_passes_that_lead_to_no_loss_do_not_count(recipe: Callable[..., Any], stray: str, rule: Any):
+    def run(passes: Callable[[nn.Module], Any]) -> torch.Tensor:
+        model = net()
+        opt = recipe(model, CE, rule=rule)
+        for _ in range(4):
+            passes(model)
+            iterate(opt, model.train())
+        return flat(model)
+
+    assert_close(run(STRAY[stray]), run(lambda model: None), 0.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_graphs_of_evaluations_do_not_pile_up(recipe: Callable[..., Any]):
+    model, graphs = net(), list[Any]()
+    opt = recipe(model, CE)
+    iterate(opt, model)
+    model.eval()
+    for _ in range(5):
+        x = X.clone().requires_grad_()  # a leaf that only its graph holds afterwards
+        graphs.append(weakref.ref(x.untyped_storage()))
+        model(x)
+        del x
+    assert all(graph() is None for graph in graphs[:-1])
 
 
 def test_a_layer_with_two_rates_keeps_its_block():
