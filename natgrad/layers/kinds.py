@@ -63,6 +63,11 @@ class Layout:
         return self.groups, self.outputs, self.inputs + (self.bias is not None)
 
     @property
+    def all_outputs(self) -> int:
+        """Of all groups together."""
+        return self.groups * self.outputs
+
+    @property
     def is_stored(self) -> bool:
         """True if the weight is stored as the matrix itself: one group, (outputs, inputs)."""
         return self.groups == 1 and not self.transposed and self.shape in ((), (self.outputs, self.inputs))

@@ -277,6 +277,7 @@ class BlockWork(Work):
             system=SystemFacts(full),
             layers=LayerFacts(
                 names=[block.layout.names for block in self.state.blocks.values()],
+                outputs=[block.outputs for block in self.state.blocks.values()],
                 params=self.values,
                 measure=partial(self.step_along, levels),
                 exact=self.step_on_batch,

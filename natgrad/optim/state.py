@@ -358,6 +358,11 @@ class Block:
         return self.layout.names[0] if self.layer is None else self.layer.key
 
     @property
+    def outputs(self) -> int:
+        """The layer's outputs, or the rows of a parameter without a layer."""
+        return self.layout.all_outputs if self.layer is not None else (self.layout.shape or (1,))[0]
+
+    @property
     def mean_positions(self) -> float:
         """Examples times positions of a step; infinite where nothing is known."""
         return self.positions / self.readings if self.readings else math.inf

@@ -131,7 +131,9 @@ def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step
     vector = step.vector
     if not isinstance(vector, Parts) or not model.layers.names or not math.isfinite(most):
         return step
-    layers = [names for layer in model.layers.names if (names := [name for name in layer if name in vector.parts])]
+    blocks = zip(model.layers.names, model.layers.outputs, strict=True)
+    moving = (([name for name in names if name in vector.parts], outputs) for names, outputs in blocks)
+    layers = [(names, outputs) for names, outputs in moving if names]
     if not layers:
         return step
     moved, bounds = room(model, vector, layers, most, floor)
@@ -143,7 +145,7 @@ def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step
     if not longer > 1:
         return step
     factors = torch.where(moved > bounds, bounds / moved, 1.0)
-    layer_of = {name: i for i, layer in enumerate(layers) for name in layer}
+    layer_of = {name: i for i, (layer, _) in enumerate(layers) for name in layer}
     alone = len(layers)  # parameters without a layer keep their part
     shares = torch.cat([factors, factors.new_ones(1)])[[layer_of.get(name, alone) for name in vector]]
     limited = step.scale_layers(shares) if isinstance(step, BlockStep) else None
@@ -160,19 +162,18 @@ def lengthen_layers(moved: Tensor, bounds: Tensor, lengthen: Callable[[], Tensor
 
 
 def room(
-    model: Quadratic, vector: Parts, layers: Sequence[Sequence[str]], most: float, floor: float
+    model: Quadratic, vector: Parts, layers: Sequence[tuple[Sequence[str], int]], most: float, floor: float
 ) -> tuple[Tensor, Tensor]:
-    """How far each layer moves, and how far it may, in double precision, shapes (layers,)."""
+    """How far each layer, its names and outputs, moves and may move, in double precision, shapes (layers,)."""
     params, places, layer_of = list[Tensor](), list[int](), list[int]()
     rates, fresh = list[float](), list[float]()
-    for i, layer in enumerate(layers):
+    for i, (layer, outputs) in enumerate(layers):
         own = [model.layers.params[name].detach() for name in layer]
         params += own
         places += [vector.places[name] for name in layer]
         layer_of += [i] * len(layer)
         rates.append(most * min(1.0, max(abs(vector.rate(name)) for name in layer)))
         least = floor if max(p.dim() for p in own) > 1 else FRESH  # scales and shifts start at 0 or 1
-        outputs = max(p.shape[0] if p.dim() else 1 for p in own)
         fresh.append(least_size(least, outputs, max(map(model.run.errors.of, layer))))
     steps = vector.squares()[places].double()
     sizes = [size.to(steps) for size in measure_norms([wide(p) for p in params])]

@@ -467,6 +467,7 @@ class LayerFacts:
 
     Attributes:
         names: Of the parameters of each block.
+        outputs: How many outputs each block's layer has, or how many rows a parameter without a layer.
         params: The parameters by name, for the sizes of layers.
         measure: A vector -> the step with what the metric says along it; None: by a product with the operator.
         exact: A step -> the same with d^T G d as it is on the step's own batch, which costs a forward pass; None where
@@ -477,6 +478,7 @@ class LayerFacts:
     """
 
     names: Sequence[tuple[str, ...]] = ()
+    outputs: Sequence[int] = ()
     params: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     measure: Callable[[Vector], Step] | None = None
     exact: Callable[[Step], Step | None] | None = None

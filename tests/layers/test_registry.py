@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.layers.kinds import OWN_KINDS
 from natgrad.operators import Arranged
+from natgrad.rules import SpectralProgress
 
 EXACT = ng.ExactLabels()
 X, LABELS = draw(4, 2, 4), torch.tensor([0, 2, 1, 1])
@@ -125,3 +126,30 @@ def test_arguments_are_checked():
     opt = ng.kfac(model, CE)
     with pytest.raises(ValueError, match=r"activations gave a tensor of shape .*expected \(b, t, d\)"):
         opt.loss(model(X), LABELS)
+
+
+def transpose(kind: str, matrix: Tensor, shift: Tensor) -> nn.Module:
+    """x W^T + b by a module that stores W^T, (inputs, outputs)."""
+    outputs, inputs = matrix.shape
+    if kind == "convolution":
+        conv = nn.ConvTranspose1d(inputs, outputs, 1)
+        layer = Assembled(lambda m, x: m.conv(x.unsqueeze(2)).squeeze(2), conv=conv)
+    else:
+        layer = Turned(inputs, outputs)
+    weight, bias = layer.parameters()
+    weight.data, bias.data = matrix.T.clone().view(weight.shape), shift.clone()
+    return layer
+
+
+@pytest.mark.parametrize("rule", [None, SpectralProgress()])
+@pytest.mark.parametrize("kind", ["convolution", "registered"])
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal])
+def test_a_matrix_stored_the_other_way_round_takes_the_same_steps(recipe: Any, kind: str, rule: Any):
+    torch.manual_seed(0)
+    usual = nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    layers = [transpose(kind, layer.weight.detach(), layer.bias.detach()) for layer in (usual[0], usual[2])]
+    other = nn.Sequential(layers[0], nn.Tanh(), layers[1])
+    x, y = draw(8, 9) * torch.arange(1, 10), torch.arange(8) % 3
+    for model in (usual, other):
+        train(recipe(model, CE, estimate=EXACT, rule=rule), model, 6, x, y)
+    assert_close(other(x).detach(), usual(x).detach(), 1e-10)
