@@ -128,8 +128,9 @@ def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> lis
 def second_layers(known: Iterable[Layer]) -> list[Traced]:
     """For every known layer with a matrix: that matrix alone, in case the model also uses it outside of its layer."""
     layouts = [layer.layout for layer in known if layer.layout.weight is not None and len(layer.layout.shape) == 2]
-    alone = [replace(layout, bias=None, groups=1, outputs=layout.shape[0]) for layout in layouts]
-    return [Traced(None, layout, second=True) for layout in alone]
+    return [
+        Traced(None, Layout(layout.weight, None, 1, *layout.shape, layout.shape), second=True) for layout in layouts
+    ]
 
 
 def matrices_of(params: Mapping[str, Tensor]) -> list[Traced]:

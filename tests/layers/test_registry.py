@@ -153,3 +153,15 @@ def test_a_matrix_stored_the_other_way_round_takes_the_same_steps(recipe: Any, k
     for model in (usual, other):
         train(recipe(model, CE, estimate=EXACT, rule=rule), model, 6, x, y)
     assert_close(other(x).detach(), usual(x).detach(), 1e-10)
+
+
+def test_a_matrix_stored_the_other_way_round_may_be_used_elsewhere_too():
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.out(m.own(x)[:, 0].tanh() @ m.own.matrix.T)
+
+    torch.manual_seed(0)
+    model = Assembled(run, own=Turned(4, 6), out=nn.Linear(4, 3)).double()
+    opt = ng.kfac(model, CE)
+    losses = train(opt, model, 8, X, LABELS)
+    assert losses[-1] < losses[0]
+    assert opt.state_report().failures == 0
