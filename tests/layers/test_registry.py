@@ -134,15 +134,17 @@ def transpose(kind: str, matrix: Tensor, shift: Tensor) -> nn.Module:
     if kind == "convolution":
         conv = nn.ConvTranspose1d(inputs, outputs, 1)
         layer = Assembled(lambda m, x: m.conv(x.unsqueeze(2)).squeeze(2), conv=conv)
-    else:
+    elif kind == "registered":
         layer = Turned(inputs, outputs)
+    else:
+        layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(outputs, inputs)
     weight, bias = layer.parameters()
     weight.data, bias.data = matrix.T.clone().view(weight.shape), shift.clone()
     return layer
 
 
 @pytest.mark.parametrize("rule", [None, SpectralProgress()])
-@pytest.mark.parametrize("kind", ["convolution", "registered"])
+@pytest.mark.parametrize("kind", ["convolution", "registered", "transformers"])
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal])
 def test_a_matrix_stored_the_other_way_round_takes_the_same_steps(recipe: Any, kind: str, rule: Any):
     torch.manual_seed(0)
