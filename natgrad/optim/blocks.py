@@ -192,7 +192,7 @@ class Averages:
         """An owner for every block of the reading; the blocks without what is another's now."""
         layouts = [(seen.key, seen.layer.layout, seen.layer) for seen in reading.layers]
         layouts += [(name, single(name, self.named[name]), None) for name in reading.squares]
-        fresh = {key: self.cost(layout, layer) for key, layout, layer in layouts if key not in self.owners.costs}
+        fresh = {key: self.cost(layout, layer) for key, layout, layer in layouts if self.owners.is_new(key)}
         return self.share_out(blocks, fresh)
 
     def share_out(self, blocks: Mapping[str, Block], costs: Mapping[str, Cost]) -> dict[str, Block]:

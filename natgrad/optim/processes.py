@@ -917,6 +917,10 @@ class Owners:
         """Whether this process remembers a block's numbers."""
         return not self.apart or self.solves(key)
 
+    def is_new(self, key: str) -> bool:
+        """Whether nobody was made a block's owner yet; costs may have been known before there were several."""
+        return key not in self.costs or (self.is_shared and key not in self.of)
+
     def assign(self, costs: Mapping[str, Cost], itemsize: int) -> None:
         """Give blocks that have no owner yet to one. All processes call this with the same blocks."""
         self.costs |= costs
