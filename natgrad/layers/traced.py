@@ -128,9 +128,8 @@ def traced_layers(model: nn.Module, space: Space, known: Iterable[Layer]) -> lis
 def second_layers(known: Iterable[Layer]) -> list[Traced]:
     """For every known layer with a matrix: that matrix alone, in case the model also uses it outside of its layer."""
     layouts = [layer.layout for layer in known if layer.layout.weight is not None and len(layer.layout.shape) == 2]
-    return [
-        Traced(None, Layout(layout.weight, None, 1, *layout.shape, layout.shape), second=True) for layout in layouts
-    ]
+    alone = [(layout.weight, layout.shape[0], layout.shape[1]) for layout in layouts]
+    return [Traced(None, Layout(w, None, 1, p, q, (p, q)), second=True) for w, p, q in alone]
 
 
 def matrices_of(params: Mapping[str, Tensor]) -> list[Traced]:

@@ -231,6 +231,11 @@ class Reader:
         """The layers all of whose claims are trusted, by their parameters' names."""
         return {layer.layout.names: layer for layer in self.layers.by_key.values() if trusted >= set(layer.claims)}
 
+    def names_to_judge(self, hearing: Hearing) -> set[str]:
+        """The parameters of layers that no reading has judged, which have no statistics yet."""
+        layers = [layer for layer in self.layers.first if not hearing.trusted.issuperset(layer.claims)]
+        return {n for layer in layers if hearing.refused.isdisjoint(layer.claims) for n in layer.layout.names}
+
     def read(
         self,
         hearing: Hearing,

@@ -291,7 +291,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         averages = replace(flow.averages, owners=owners)
         state = State.load(saved.extra, self.criterion, saved.labels, named)
         layers = flow.reader.layers_by_names(state.hearing.trusted)
-        blocks: Mapping[str, list[str]] = saved.extra["blocks"]
+        fresh = flow.reader.names_to_judge(state.hearing)  # of a kind of layer that was not known then: read anew
+        blocks = {key: names for key, names in saved.extra["blocks"].items() if fresh.isdisjoint(names)}
         costs = {
             key: averages.cost(single(names[0], named[names[0]]) if layer is None else layer.layout, layer)
             for key, names in blocks.items()

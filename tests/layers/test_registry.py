@@ -167,3 +167,32 @@ def test_a_matrix_stored_the_other_way_round_may_be_used_elsewhere_too():
     losses = train(opt, model, 8, X, LABELS)
     assert losses[-1] < losses[0]
     assert opt.state_report().failures == 0
+
+
+class Product(Turned):
+    """The same by a product that a graph tells of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, inputs) -> (b, outputs)."""
+        return x @ self.matrix + self.shift
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.diagonal])
+def test_a_state_from_before_a_kind_was_known_goes_on(recipe: Any):
+    """The layer is read anew; its parameters' statistics were those of other blocks."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Product(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), X[:, 0]
+    old = recipe(model, CE)
+    train(old, model, 6, x, LABELS)
+    state = old.state_dict()
+    assert ["0.matrix"] in state["natgrad"]["blocks"].values()
+    ng.layers.register(Product, **RULES[Turned])
+    try:
+        opt = recipe(model, CE)
+        opt.load_state_dict(state)
+        losses = train(opt, model, 4, x, LABELS)
+    finally:
+        del OWN_KINDS[Product]
+    assert losses[-1] < losses[0]
+    blocks = opt.state_dict()["natgrad"]["blocks"].values()
+    assert sorted(map(tuple, blocks)) == [("0.matrix", "0.shift"), ("2.weight", "2.bias")]
