@@ -256,9 +256,9 @@ class OwnLikelihood:
                 "them last in the data, (*inputs, y)"
             )
         if not isinstance(value, Tensor) or value.dim() != 0:
+            came = f"{'a tensor of shape ' if isinstance(value, Tensor) else ''}{show_shape(value)}"
             raise ValueError(
-                f"{self}(params, *row) returned {show_shape(value)} for one row, expected a scalar tensor: the "
-                "library batches it"
+                f"{self}(params, *row) returned {came} for one row, expected a scalar tensor: the library batches it"
             )
         return value
 

@@ -47,8 +47,8 @@ class Curvature(Operator):
             with run_alone(), torch.backends.cudnn.flags(enabled=False):
                 value = function(self.leaves)
             if not isinstance(value, Tensor) or value.dim() != 0:
-                came = show_shape(value)
-                raise ValueError(f"{name} has shape {came}, expected a scalar tensor, such as the mean loss of a batch")
+                came = f"{'has shape' if isinstance(value, Tensor) else 'is'} {show_shape(value)}"
+                raise ValueError(f"{name} {came}, expected a scalar tensor, such as the mean loss of a batch")
             if torch.is_inference_mode_enabled():
                 raise ValueError(UNRECORDED)
             if not value.requires_grad:
