@@ -82,21 +82,33 @@ def compute_exactly(cls: type[T]) -> type[T]:
 
 
 def keep_gradient_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, after which torch's gradients are on or off as before it.
+    """The function, after which torch's gradients are on or off as before it, and as many autocasts are open.
 
     Ctrl-C inside of `torch.no_grad()`'s own lines leaves gradients off for the rest of the session: Python calls no
-    `__exit__` where `__enter__` did not end.
+    `__exit__` where `__enter__` did not end. Inside of `torch.autocast`'s it leaves one open, and then no later one
+    forgets the rounded parameters that it keeps, which are those of an earlier step from there on.
     """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        enabled = torch.is_grad_enabled()
+        enabled, autocasts = torch.is_grad_enabled(), count_autocasts()
         try:
             return function(*args, **kwargs)
+        except BaseException:
+            while count_autocasts() > autocasts:
+                if torch.autocast_decrement_nesting() == 0:
+                    torch.clear_autocast_cache()
+            raise
         finally:
             torch.set_grad_enabled(enabled)
 
     return run
+
+
+def count_autocasts() -> int:
+    """How many `torch.autocast` are open, one within the other; torch tells it where one opens or ends."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 class Hook:

@@ -17,6 +17,20 @@ def pop_function_modes(count: int) -> None:
         _pop_mode()
 
 
+def count_autocasts() -> int:
+    """How many are open, one within the other."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def close_autocasts(count: int) -> None:
+    """End those that are open until there are so many; with none, the rounded parameters that they keep go."""
+    while count_autocasts() > count:
+        torch.autocast_decrement_nesting()
+    if not count:
+        torch.clear_autocast_cache()
+
+
 # How each is read, and how it is written. The default device comes before the modes: it is one of them.
 SETTINGS: dict[str, Setting] = {
     "default device": (torch.get_default_device, lambda device: torch.set_default_device(None)),  # none has it set
@@ -27,6 +41,7 @@ SETTINGS: dict[str, Setting] = {
     "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "fused attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "open autocasts": (count_autocasts, close_autocasts),
     "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
 }
 
