@@ -328,8 +328,6 @@ KINDS: dict[tuple[type[nn.Module], ...], type[Layer]] = {
     NORMS: NormLayer,
     (nn.Embedding,): EmbeddingLayer,
 }
-TURNED = ("transformers.pytorch_utils.Conv1D",)
-"""Linear layers of other packages, y = x W + b with W stored as (inputs, outputs), by the names of their classes."""
 
 
 def known_layers(model: nn.Module, space: Space) -> dict[nn.Module, Layer]:
@@ -350,17 +348,20 @@ def known_layers(model: nn.Module, space: Space) -> dict[nn.Module, Layer]:
 
 
 Build = Callable[[nn.Module, str, Callable[[str], bool]], Layer | None]
-OWN_KINDS: dict[type[nn.Module], Build] = {}
-"""What `natgrad.layers.register` was told: of a module, the prefix of its names and whether a name is trained."""
+OWN_KINDS: dict[type | str, Build] = {}
+"""What `natgrad.layers.register` was told: of a module, the prefix of its names and whether a name is trained.
+
+Kinds of packages that are not imported here stand under the names of their classes.
+"""
 
 
 def layer_of(module: nn.Module, dot: str, space: Space) -> Layer | None:
     """A module as a layer; None for other kinds, and where no parameter is in the space."""
     own_type = type_of(module)
-    if own_type in OWN_KINDS:
-        return OWN_KINDS[own_type](module, dot, space.blocks.__contains__)
+    build = OWN_KINDS.get(own_type) or OWN_KINDS.get(f"{own_type.__module__}.{own_type.__qualname__}")
+    if build is not None:
+        return build(module, dot, space.blocks.__contains__)
     kind = next((layer for types, layer in KINDS.items() if own_type in types), None)
-    kind = LinearLayer if is_turned(module) else kind
     if kind is None or not dict(module.named_parameters(recurse=False)).keys() <= {"weight", "bias"}:
         return None
     weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))
@@ -373,18 +374,9 @@ def type_of(module: nn.Module) -> type:
     return bases[1] if is_fully_sharded(module) and len(bases) == 2 else type(module)
 
 
-def is_turned(module: nn.Module) -> bool:
-    """Whether it is a linear layer with its matrix the other way round."""
-    own_type = type_of(module)
-    return f"{own_type.__module__}.{own_type.__qualname__}" in TURNED
-
-
 def layout_of(module: Any, weight: str | None, bias: str | None) -> Layout:
     """The matrix of a known module's trained parameters."""
     shape: tuple[int, ...] = tuple(module.weight.shape) if weight else ()
-    if is_turned(module):
-        inputs, outputs = module.weight.shape
-        return Layout(weight, bias, 1, outputs, inputs if weight else 0, shape, transposed=True)
     if type_of(module) in NORMS:
         count = (module.weight if weight else module.bias).numel()
         bias_shape = tuple(module.bias.shape) if bias else (-1,)

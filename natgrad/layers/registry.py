@@ -14,22 +14,34 @@ from natgrad.layers.kinds import OWN_KINDS, Layer, Layout, positions
 Lay = Callable[[Any, Tensor], Tensor]
 
 
+def lay_positions(module: Any, tensor: Tensor) -> Tensor:
+    """(b, ..., d) -> (b, t, d)."""
+    return positions(tensor)
+
+
 @dataclass(frozen=True)
 class Kind:
-    """How a module of a user's own is read. The arguments are those of `register`, whose defaults are filled in."""
+    """How a module of a user's own, or of another package, is read. The arguments are those of `register`."""
 
-    activations: Lay
-    deltas: Lay
-    shape: Callable[[Any], tuple[int, int, int]]
-    weight: str
-    bias: str
-    transposed: bool
-    features: int | None
+    activations: Lay = lay_positions
+    deltas: Lay = lay_positions
+    shape: Callable[[Any], tuple[int, int, int]] | None = None
+    weight: str = "weight"
+    bias: str = "bias"
+    transposed: bool = False
+    features: int | None = 1
+
+    def read_shape(self, module: nn.Module) -> tuple[int, int, int]:
+        """(G, o, d)."""
+        if self.shape is not None:
+            return self.shape(module)
+        rows, *columns = getattr(module, self.weight).shape
+        return (1, prod(columns), rows) if self.transposed else (1, rows, prod(columns))
 
     def layer(self, module: nn.Module, prefix: str, trained: Callable[[str], bool]) -> RegisteredLayer | None:
         """A module as a layer; None if none of its parameters is trained."""
         weight, bias = (f"{prefix}{name}" if name else "" for name in (self.weight, self.bias))
-        groups, outputs, inputs = self.shape(module)
+        groups, outputs, inputs = self.read_shape(module)
         has = dict(module.named_parameters(recurse=False))
         used = has.get(self.weight) if trained(weight) else None
         added = has.get(self.bias) if trained(bias) else None
@@ -67,8 +79,8 @@ class RegisteredLayer(Layer):
 def register(
     module: type[nn.Module],
     *,
-    activations: Lay = lambda module, inputs: positions(inputs),
-    deltas: Lay = lambda module, gradient: positions(gradient),
+    activations: Lay = lay_positions,
+    deltas: Lay = lay_positions,
     shape: Callable[[Any], tuple[int, int, int]] | None = None,
     weight: str = "weight",
     bias: str = "bias",
@@ -111,12 +123,10 @@ def register(
     for name, rule in (("activations", activations), ("deltas", deltas), ("shape", shape or prod)):
         if not callable(rule):
             raise TypeError(f"{name} is {rule!r}, expected a function of the module")
+    OWN_KINDS[module] = Kind(activations, deltas, shape, weight, bias, transposed, features).layer
 
-    def plain(instance: Any) -> tuple[int, int, int]:
-        rows, *columns = getattr(instance, weight).shape
-        return (1, prod(columns), rows) if transposed else (1, rows, prod(columns))
 
-    OWN_KINDS[module] = Kind(activations, deltas, shape or plain, weight, bias, transposed, features).layer
+OWN_KINDS["transformers.pytorch_utils.Conv1D"] = Kind(transposed=True).layer
 
 
 def as_groups(tensor: Tensor, name: str) -> Tensor:
