@@ -26,6 +26,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
     "fused attention": lambda: torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled()),
+    "open autocasts": torch.autocast_increment_nesting,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
 }
 
