@@ -244,7 +244,7 @@ def lay_inputs(layer: Layer, calls: Sequence[Tap]) -> Seen | None:
     inputs = [numbers(call.inputs, dtype) for call in calls]
     if isinstance(layer, Traced):
         if not all(
-            isinstance(call, TracedProduct) and not call.turned and call.piece == (0, layer.layout.shape[0])
+            isinstance(call, TracedProduct) and not call.turned and call.piece == (0, layer.layout.all_outputs)
             for call in calls
         ):
             return None
@@ -339,7 +339,7 @@ class Fold:
             return Fold(layer.positions_first, 1, 1, True)
         if examples is not None and all(n and n % examples == 0 for n in counts):
             return Fold(layer.positions_first, examples)
-        if sum(counts) == examples and all(call.piece == (0, layer.layout.shape[0]) for call, _ in calls):
+        if sum(counts) == examples and all(call.piece == (0, layer.layout.all_outputs) for call, _ in calls):
             return Fold(layer.positions_first, None, 0)
         return Fold(layer.positions_first, 1, 1, True)
 
@@ -369,7 +369,7 @@ def straight_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype
         mask = torch.tensor(part).repeat_interleave(lengths, dim=0).to(a)
         a, counts = a * mask.unsqueeze(-1), mask.sum(0)
     deltas = [
-        delta.unflatten(-1, (groups, outputs)) for delta in gather_derivatives(calls, fold, layer.layout.shape[0])
+        delta.unflatten(-1, (groups, outputs)) for delta in gather_derivatives(calls, fold, layer.layout.all_outputs)
     ]
     return Seen(layer, a, deltas, counts=counts, pooled=fold.pooled)
 
@@ -379,7 +379,7 @@ def turned_part(layer: Traced, calls: Products, fold: Fold, dtype: torch.dtype) 
 
     A bias, added where the matrix is used as y = W x, has no part in it: its column is zero.
     """
-    rows = layer.layout.shape[0]
+    rows = layer.layout.all_outputs
     inputs = join_parts(
         [pad_rows(fold(call.inputs.to(dtype), call), call.piece, rows) for call, _ in calls], fold.along
     )
@@ -540,10 +540,11 @@ def hear(
     asked = [each for each in seen if asks(each.layer)]
     judged = dict(zip(asked, one.judge(asked), strict=True))
     answers = {each.key: judged.get(each, True) is not False and takes(each) for each in seen}
+    told = {each.layer.layout.names for each in seen}
     for layer in silent:
         reached = [g for name in layer.layout.names if (g := one.gradients.get(name)) is not None]
-        if any(bool(g.to_dense().any()) for g in reached):
-            answers.setdefault(layer.key, False)
+        if layer.layout.names not in told and any(bool(g.to_dense().any()) for g in reached):
+            answers[layer.key] = False
     more = one.collect_products(spare(answers))
     answers |= {each.key: answer is True and takes(each) for each, answer in zip(more, one.judge(more), strict=True)}
     return Heard([each for each in [*seen, *more] if answers[each.key]], {}, answers, None not in judged.values())

@@ -39,8 +39,9 @@ class Layout:
         inputs: Of one group, without the bias; 0 without a weight.
         shape: Of the weight as the module stores it.
         bias_shape: Of the bias as the module stores it.
-        transposed: True if the weight is stored as (groups * channels, outputs, ...), as in transposed convolutions,
-            where each group has so many input channels. Then `inputs` = channels * taps.
+        channels: Of one group's inputs, if the weight is stored with them before the outputs: (groups * channels,
+            outputs, ...), as in transposed convolutions, or (groups, channels, outputs). Then `inputs` = channels *
+            taps. None for a weight that is stored with its outputs first.
     """
 
     weight: str | None
@@ -50,7 +51,7 @@ class Layout:
     inputs: int
     shape: tuple[int, ...] = ()
     bias_shape: tuple[int, ...] = (-1,)
-    transposed: bool = False
+    channels: int | None = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -70,12 +71,12 @@ class Layout:
     @property
     def is_stored(self) -> bool:
         """True if the weight is stored as the matrix itself: one group, (outputs, inputs)."""
-        return self.groups == 1 and not self.transposed and self.shape in ((), (self.outputs, self.inputs))
+        return self.groups == 1 and self.channels is None and self.shape in ((), (self.outputs, self.inputs))
 
     @cached_property
     def places(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] | None:
         """Sizes, strides and offset of each tensor in the memory of its matrix; None where `split` copies."""
-        if self.transposed and self.groups > 1:
+        if self.channels is not None and self.groups not in (1, self.shape[0]):
             return None
         parts = self.split(torch.empty(self.matrix_shape, device="meta"))
         return {name: (tuple(p.shape), p.stride(), int(p.storage_offset())) for name, p in parts.items()}
@@ -89,9 +90,8 @@ class Layout:
         parts = []
         if self.weight is not None:
             weight = tensors[self.weight]
-            if self.transposed:
-                channels = self.shape[0] // self.groups
-                weight = weight.reshape(self.groups, channels, self.outputs, -1).transpose(1, 2)
+            if self.channels is not None:
+                weight = weight.reshape(self.groups, self.channels, self.outputs, -1).transpose(1, 2)
             parts.append(weight.reshape(self.groups, self.outputs, self.inputs))
         if self.bias is not None:
             parts.append(tensors[self.bias].reshape(self.groups, self.outputs, 1))
@@ -106,9 +106,8 @@ class Layout:
         parts = {}
         if self.weight is not None:
             weight = matrix[..., : self.inputs]
-            if self.transposed:
-                channels = self.shape[0] // self.groups
-                weight = weight.reshape(self.groups, self.outputs, channels, -1).transpose(1, 2)
+            if self.channels is not None:
+                weight = weight.reshape(self.groups, self.outputs, self.channels, -1).transpose(1, 2)
             parts[self.weight] = weight.reshape(self.shape)
         if self.bias is not None:
             parts[self.bias] = matrix[..., -1].reshape(self.bias_shape)
@@ -383,8 +382,9 @@ def layout_of(module: Any, weight: str | None, bias: str | None) -> Layout:
         return Layout(weight, bias, count, 1, int(weight is not None), shape, bias_shape)
     groups = getattr(module, "groups", 1)
     if type_of(module) in TRANSPOSED:
-        inputs = module.in_channels // groups * prod(module.kernel_size) if weight else 0
-        return Layout(weight, bias, groups, module.out_channels // groups, inputs, shape, transposed=True)
+        channels = module.in_channels // groups
+        inputs = channels * prod(module.kernel_size) if weight else 0
+        return Layout(weight, bias, groups, module.out_channels // groups, inputs, shape, channels=channels)
     if isinstance(module, nn.Embedding):
         outputs = len(module.weight)
     else:

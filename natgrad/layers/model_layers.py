@@ -72,11 +72,13 @@ class ModelLayers:
         known: Modules of a known kind, each as a layer.
         matrices: Those of other modules, found by their products in the graph of a pass.
         spare: The known layers' own matrices, in case the model also uses them outside of their layer.
+        turned: Those of `matrices` that a model may use as y = x W, the other way round.
     """
 
     known: dict[nn.Module, Layer] = field(default_factory=dict)
     matrices: list[Traced] = field(default_factory=list)
     spare: list[Traced] = field(default_factory=list)
+    turned: list[Traced] = field(default_factory=list)
 
     @staticmethod
     def of(model: Any, params: Mapping[str, Tensor], density: Any = None) -> ModelLayers:
@@ -95,7 +97,8 @@ class ModelLayers:
             matrices = traced_layers(model, space, known.values())
         if isinstance(density, Density):
             matrices = traced_layers(density.module, space, ()) if isinstance(density, Energy) else matrices_of(params)
-        return ModelLayers(known, matrices, second_layers(known.values()))
+        turned = [other for layer in matrices if (other := layer.turn()) is not None]
+        return ModelLayers(known, matrices, second_layers(known.values()), turned)
 
     def restrict(self, claims: Set[str]) -> ModelLayers:
         """Those of which all claims are among these, the spare ones as matrices like the others.
@@ -104,8 +107,18 @@ class ModelLayers:
             claims: As layers make them.
         """
         known = {module: layer for module, layer in self.known.items() if claims >= set(layer.claims)}
-        matrices = [layer for layer in [*self.matrices, *self.spare] if claims >= set(layer.claims)]
+        matrices = [layer for layer in [*self.list_matrices(claims), *self.spare] if claims >= set(layer.claims)]
         return ModelLayers(known, matrices, self.spare)
+
+    def list_matrices(self, claims: Set[str] = frozenset()) -> list[Traced]:
+        """The matrices, each both ways round until one of them is trusted.
+
+        Args:
+            claims: Those that are.
+        """
+        turned = {layer.layout.names: layer for layer in self.turned if claims >= set(layer.claims)}
+        matrices = [turned.get(layer.layout.names, layer) for layer in self.matrices]
+        return matrices + [layer for layer in self.turned if claims.isdisjoint(layer.claims)]
 
     @property
     def first(self) -> list[Layer]:
@@ -114,8 +127,8 @@ class ModelLayers:
 
     @property
     def by_key(self) -> dict[str, Layer]:
-        """Every layer and matrix, the spare ones too, by key."""
-        return {layer.key: layer for layer in [*self.first, *self.spare]}
+        """Every layer and matrix, the turned and spare ones too, by key."""
+        return {layer.key: layer for layer in [*self.first, *self.turned, *self.spare]}
 
     def unroll(self, owner: Any) -> list[RemovableHandle]:
         """Run recurrent modules in products that the graph shows.

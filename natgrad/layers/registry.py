@@ -55,7 +55,7 @@ class Kind:
             0 if used is None else inputs,
             () if used is None else tuple(used.shape),
             (-1,) if added is None else tuple(added.shape),
-            self.transposed,
+            inputs if self.transposed else None,
         )
         return RegisteredLayer(module, layout, self)
 

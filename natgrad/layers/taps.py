@@ -195,6 +195,14 @@ class MatrixProduct(Tap):
     columns: bool = False
     loose: bool = False
 
+    def turn(self, layer: Any) -> MatrixProduct | None:
+        """The product as the matrix the other way round sees it; None where it has no such form.
+
+        Args:
+            layer: That matrix.
+        """
+        return replace(self, layer=layer, turned=not self.turned)
+
 
 class Taps:
     """The calls of known modules, while `armed`, in passes that build a graph and are the user's own.

@@ -32,6 +32,7 @@ from natgrad.layers.kinds import Layer, Layout
 from natgrad.layers.taps import MatrixProduct
 
 SECOND = "products with "
+TURNED = "inputs @ "
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,12 @@ class Traced(Layer):
 
     @property
     def claims(self) -> tuple[str, ...]:
-        return tuple(f"{SECOND}{name}" if self.second else name for name in self.layout.names)
+        names = self.layout.names
+        turned = names if self.layout.channels is not None else ()
+        return (
+            *(f"{SECOND}{name}" if self.second else name for name in names),
+            *(f"{TURNED}{name}" for name in turned),
+        )
 
     @staticmethod
     def parameter_of(claim: str) -> str:
@@ -61,7 +67,7 @@ class Traced(Layer):
         Args:
             claim: One of `claims`, of any layer.
         """
-        return claim.removeprefix(SECOND)
+        return claim.removeprefix(SECOND).removeprefix(TURNED)
 
     @property
     def key(self) -> str:
@@ -70,6 +76,17 @@ class Traced(Layer):
     @property
     def is_routed(self) -> bool:
         return len(self.layout.shape) == 3
+
+    def turn(self) -> Traced | None:
+        """The matrix the other way round, for products y = x W; None where a module is known to form y = W x."""
+        layout = self.layout
+        forms = self.module is not None or layout.bias is not None or (layout.groups > 1 and not self.is_routed)
+        if self.second or forms:
+            return None
+        groups, outputs, inputs = layout.matrix_shape
+        channels = outputs if layout.channels is None else None
+        other = Layout(layout.weight, None, groups, inputs, outputs, layout.shape, channels=channels)
+        return replace(self, layout=other)
 
     def activations(self, inputs: Tensor) -> Tensor:
         return self.with_bias(inputs)
@@ -89,6 +106,16 @@ class TracedProduct(MatrixProduct):
     piece: tuple[int, int] = (0, 0)  # the rows of the matrix that take part, (start, stop)
     padding: int | None = None  # the token that a look-up does not train
     shape: tuple[int, ...] = ()  # of the inputs before they were laid out as rows, where the graph tells
+
+    def turn(self, layer: Traced) -> TracedProduct | None:
+        """The product as the matrix the other way round sees it; None for a look-up, or with some of its rows.
+
+        Args:
+            layer: That matrix.
+        """
+        if not self.inputs.is_floating_point() or self.piece != (0, self.layer.layout.all_outputs):
+            return None
+        return replace(self, layer=layer, turned=not self.turned, piece=(0, layer.layout.all_outputs))
 
     def rows(self, delta: Tensor) -> int:
         """R, the number of rows."""
@@ -153,26 +180,41 @@ def find_products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str
 
     Args:
         outputs: (R, m), with a graph.
-        layers: The matrices.
+        layers: The matrices. Of one that stands there both ways round, it is turned where all its products are y = x W.
         params: The leaves of the graph, by name.
     """
-    matrices = [(layer, params[layer.layout.names[0]]) for layer in layers]
+    layers = list(layers)
+    turned = {layer.layout.names[0]: layer for layer in layers if layer.layout.channels is not None}
+    given = {layer.layout.names[0]: layer for layer in layers if layer.layout.channels is None}
+    stored = {name: layer.turn() for name, layer in turned.items() if name not in given} | given
+    matrices = [(layer, params[name]) for name, layer in stored.items() if layer is not None]
     leaves = {get_gradient_edge(p).node: (layer, p.dtype) for layer, p in matrices if p.requires_grad}
     if not leaves:
         return []
     known = list(uses(outputs.grad_fn, leaves))
     count = Counter(node for node, _, _ in known)
     products: list[MatrixProduct] = []
-    opaque: set[Traced] = set()
+    opaque, straight = set[Traced](), set[Traced]()
     for node, i, source in known:
         product = product_of(node, i, source)
-        if product is None:
+        name = source.layer.layout.names[0]
+        if product is None or (name not in given and product.turn(turned[name]) is None):
             opaque.add(source.layer)
-        else:
-            products.append(replace(product, loose=product.loose or count[node] > 1))
+            continue
+        if not product.turned or product.turn(source.layer) is None:
+            straight.add(source.layer)
+        products.append(replace(product, loose=product.loose or count[node] > 1))
     clear = [product for product in products if product.layer not in opaque]
     uneven = find_packed(product for product in clear if isinstance(product, TracedProduct))
-    return [replace(product, loose=True) if product.layer.module in uneven else product for product in clear]
+    clear = [replace(product, loose=True) if product.layer.module in uneven else product for product in clear]
+
+    def orient(product: MatrixProduct) -> MatrixProduct:
+        name = product.layer.layout.names[0]
+        if name not in turned or (name in given and product.layer in straight):
+            return product
+        return product.turn(turned[name]) or product
+
+    return [orient(product) for product in clear]
 
 
 def find_packed(products: Iterable[TracedProduct]) -> set[nn.Module]:

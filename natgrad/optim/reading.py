@@ -426,7 +426,8 @@ class Reader:
     def _without_layer(self, watched: Iterable[str], heard: Heard) -> list[str]:
         """The watched parameters that get squares. One without a row keeps what it has."""
         layers = [x for x in self.layers.by_key.values() if self._trusts(x) and heard.answers.get(x.key, True)]
-        layers += [x for x in self.layers.first if not self._refuses(x) and x.key not in heard.answers]
+        answered = {x.layout.names for x in self.layers.by_key.values() if x.key in heard.answers}
+        layers += [x for x in self.layers.first if not self._refuses(x) and x.layout.names not in answered]
         held = heard.held_names | {name for layer in layers for name in layer.layout.names}
         return [name for name in watched if name not in held]
 
@@ -450,7 +451,7 @@ class Reader:
 
     def _products(self, rows: Tensor) -> list[Tap]:
         """The products with matrices that are trusted or not judged yet, in the graph of the outputs."""
-        wanted: list[Traced] = [layer for layer in self.layers.matrices if not self._refuses(layer)]
+        wanted = [layer for layer in self.layers.list_matrices(self.trusted) if not self._refuses(layer)]
         wanted += [layer for layer in self.layers.spare if self._trusts(layer)]
         return [*find_products(rows, wanted, self.leaves)]
 

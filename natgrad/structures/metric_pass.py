@@ -178,7 +178,7 @@ def tap_metric(
             "ng.fisher(model, criterion) with chunk_size=None; or use the structure ng.Exact()"
         )
     line = pullback.linearization
-    products = list[Tap](find_products(line.graph, layers.matrices, line.leaves))
+    products = list[Tap](find_products(line.graph, layers.list_matrices(), line.leaves))
     if isinstance(density, Density):
         products = by_example(products, line.examples)
     return pullback, [*taps, *products], layers.spare

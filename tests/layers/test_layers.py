@@ -123,7 +123,7 @@ def test_a_layout_takes_tensors_apart_as_it_joined_them(name: str):
     again = layer.layout.split(matrix)
     assert all(torch.equal(again[key], p) for key, p in params.items())
     places = layer.layout.places
-    assert (places is None) == (layer.layout.transposed and layer.layout.groups > 1)
+    assert (places is None) == (layer.layout.channels is not None and layer.layout.groups > 1)
     for key, place in (places or {}).items():
         assert torch.equal(matrix.contiguous().as_strided(*place), params[key])
 

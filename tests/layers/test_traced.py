@@ -11,12 +11,13 @@ from engine_state import assert_same_reading, kept_of, readings, state_of
 from layer_blocks import assert_blocks, assert_units
 from models import CASES as ALL_CASES
 from models import TOKENS, Assembled, Case, assert_close, draw, reference_metric
-from optim_models import CE, deep, iterate, same
+from optim_models import CE, deep, iterate, same, train
 from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
 from natgrad.operators import Arranged
+from natgrad.rules import SpectralProgress
 from natgrad.structures import hear_metric
 
 EXACT = ng.ExactLabels()
@@ -313,3 +314,44 @@ def test_a_tied_embedding_s_block_has_the_partial_traces_of_both_uses():
     right = head_right * head.left.trace() + table.right * table.left.sum()
     assert_close(found.left * found.right.trace(), left, 1e-12)
     assert_close(found.right * found.left.trace(), right, 1e-12)
+
+
+# matrices that a model uses as y = x W
+
+WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "x @ W": lambda x, w: x @ w,
+    "W^T first": lambda x, w: (w.mT @ x.mT).mT,
+    "linear": lambda x, w: functional.linear(x, w.mT),
+    "twice": lambda x, w: torch.cat([x[:3] @ w, x[3:] @ w]),
+}
+
+
+def build_ways(way: str, usual: nn.Sequential) -> Any:
+    """The same network with its matrices stored the other way round."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        return WAYS[way](torch.tanh(WAYS[way](x, m.first)), m.second)
+
+    stored = {
+        name: layer.weight.detach().mT.clone() for name, layer in zip(("first", "second"), usual[::2], strict=True)
+    }
+    return Assembled(run, **{name: nn.Parameter(p) for name, p in stored.items()})
+
+
+@pytest.mark.parametrize("rule", [None, SpectralProgress()])
+@pytest.mark.parametrize(
+    ("recipe", "way"),
+    [*((recipe, "x @ W") for recipe in (ng.ekfac, ng.unitwise, ng.diagonal)), *((ng.kfac, way) for way in WAYS)],
+)
+def test_a_bare_matrix_takes_the_steps_of_a_layer(recipe: Any, way: str, rule: Any):
+    torch.manual_seed(0)
+    x, y = draw(8, 9) * torch.arange(1, 10), torch.arange(8) % 3
+    usual = nn.Sequential(nn.Linear(9, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False)).double()
+    other = build_ways(way, usual)
+    for model in (usual, other):
+        opt = recipe(model, CE, estimate=EXACT, rule=rule)
+        train(opt, model, 3, x, y)
+        saved, opt = deep(opt.state_dict()), recipe(model, CE, estimate=EXACT, rule=rule)
+        opt.load_state_dict(saved)
+        train(opt, model, 3, x, y)
+    assert_close(other(x).detach(), usual(x).detach(), 1e-10)

@@ -81,7 +81,7 @@ def arrange_layers() -> Arranged:
     shapes = {"bare": (2,), "a.bias": (2,), "t.weight": (4, 3, 2), "a.weight": (2, 3), "t.bias": (3,)}
     space = Space({name: torch.zeros(shape, dtype=F64) for name, shape in shapes.items()})
     first = Layout("a.weight", "a.bias", 1, 2, 3, (2, 3)), KroneckerOperator(spd(2), spd(4))
-    turned = Layout("t.weight", "t.bias", 1, 3, 8, (4, 3, 2), transposed=True), KroneckerOperator(spd(3), spd(9))
+    turned = Layout("t.weight", "t.bias", 1, 3, 8, (4, 3, 2), channels=4), KroneckerOperator(spd(3), spd(9))
     bare = Layout("bare", None, 1, 1, 2, (2,)), DiagonalOperator(torch.tensor([1.0, 2.0], dtype=F64))
     return Arranged(space, [turned, bare, first])
 
