@@ -126,6 +126,11 @@ def read_shape(view: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in view._saved_self_sym_sizes)
 
 
+def read_output_shape(node: Any) -> tuple[int, ...]:
+    """Of what an operation gave; () where nothing is known of it."""
+    return next((tuple(metadata.shape) for metadata in getattr(node, "_input_metadata", ())), ())
+
+
 def read_tokens(node: Any) -> tuple[Tensor, int | None] | None:
     """The tokens of a look-up and the one that it does not train; None where gradients are scaled by frequencies."""
     if node._saved_scale_grad_by_freq:

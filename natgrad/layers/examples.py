@@ -292,7 +292,7 @@ def place_of(tap: Tap, plain: Tensor | None, scaled: Tensor | None, numbers: Ten
     if plain is None or scaled is None or (isinstance(tap, MatrixProduct) and tap.loose):
         return None, 0.0
     if isinstance(tap, MatrixProduct):
-        plain, scaled = ((d.mT if tap.columns else d.flatten(0, -2)) for d in (plain, scaled))
+        plain, scaled = tap.lay(plain), tap.lay(scaled)
     size = torch.linalg.vector_norm(plain)
     if not bool(size > 0):
         return None, 0.0

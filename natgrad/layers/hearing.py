@@ -399,7 +399,7 @@ def gather_derivatives(calls: Products, fold: Fold, rows: int | None = None) -> 
     """Per cotangent, the derivatives at all products, (b, t, o); with zeros up to so many rows of the matrix."""
 
     def lay(delta: Tensor, call: TracedProduct) -> Tensor:
-        derivative = fold(delta.mT if call.columns else delta.flatten(0, -2), call)
+        derivative = fold(call.lay(delta), call)
         return derivative if rows is None else pad_rows(derivative, call.piece, rows)
 
     columns = zip(*(deltas for _, deltas in calls), strict=True)

@@ -195,6 +195,14 @@ class MatrixProduct(Tap):
     columns: bool = False
     loose: bool = False
 
+    def lay(self, delta: Tensor) -> Tensor:
+        """A derivative at the product as rows, (R, o).
+
+        Args:
+            delta: In the product's shape.
+        """
+        return (delta.mT if self.columns else delta).flatten(0, -2)
+
     def turn(self, layer: Any) -> MatrixProduct | None:
         """The product as the matrix the other way round sees it; None where it has no such form.
 

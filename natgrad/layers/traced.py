@@ -22,15 +22,18 @@ from natgrad.ground.graph_nodes import (
     read_cut,
     read_dim,
     read_factor,
+    read_order,
+    read_output_shape,
     read_shape,
     read_tokens,
 )
 from natgrad.ground.pure import version_of
 from natgrad.ground.spaces import Space
-from natgrad.layers.experts import ExpertProduct, ExpertSource, expert_product, find_experts
+from natgrad.layers.experts import COLUMNS, NEW, ROWS, ExpertProduct, ExpertSource, expert_product, find_experts
 from natgrad.layers.kinds import Layer, Layout
 from natgrad.layers.taps import MatrixProduct
 
+FOLLOWED = CUTS | FLIPS | {"Unsqueeze", "Squeeze", "View", "UnsafeView", "ReshapeAlias", "Clone", "ToCopy"}
 SECOND = "products with "
 TURNED = "inputs @ "
 
@@ -119,7 +122,7 @@ class TracedProduct(MatrixProduct):
 
     def rows(self, delta: Tensor) -> int:
         """R, the number of rows."""
-        return delta.shape[1] if self.columns else delta.numel() // delta.shape[-1]
+        return delta.shape[-1] if self.columns else delta.numel() // delta.shape[-1]
 
 
 WITH_BIAS = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
@@ -240,7 +243,12 @@ class Source:
     layer: Traced
     dtype: torch.dtype  # of the parameter
     piece: tuple[int, int]  # the rows, (start, stop)
-    flipped: bool  # they are transposed
+    order: str  # what its dimensions are: rows, columns, or new ones of size 1
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the rows are columns there."""
+        return self.order.endswith(ROWS)
 
 
 def uses(root: Node | None, leaves: Leaves) -> Iterator[tuple[Node, int, Source | ExpertSource]]:
@@ -265,30 +273,52 @@ def uses(root: Node | None, leaves: Leaves) -> Iterator[tuple[Node, int, Source 
 
 
 def source_of(child: Node, number: int, leaves: Leaves) -> Source | None:
-    """The matrix behind an edge, through transposes, casts and cuts of its rows; None for anything else."""
+    """The matrix behind an edge, through transposes, casts, cuts of its rows and new dimensions; None for another."""
     node: Node | None = child
-    flips, cuts = 0, list[tuple[Node, int, int]]()
+    steps = list[tuple[Node, int]]()
     while node is not None and node not in leaves:
-        kind = kind_of(node)
-        if kind in CUTS:
-            cuts.append((node, number, flips))
-        elif kind in FLIPS:
-            flips += 1
-        elif kind != "ToCopy":
+        if kind_of(node) not in FOLLOWED:
             return None
+        steps.append((node, number))
         node, number = node.next_functions[0]
     if node is None:
         return None
     layer, dtype = leaves[node]
-    piece = 0, layer.layout.shape[0]
-    for cut, i, above in reversed(cuts):
-        if (flips - above) % 2:  # of the transposed matrix: its columns
-            return None
-        rows = read_cut(cut, i, piece[1] - piece[0]) if read_dim(cut, 2) == 0 else None
-        if rows is None:  # it cuts columns
-            return None
-        piece = piece[0] + rows[0], piece[0] + rows[1]
-    return Source(layer, dtype, piece, bool(flips % 2))
+    order, piece, columns = ROWS + COLUMNS, (0, layer.layout.shape[0]), layer.layout.shape[1]
+    for step, output in reversed(steps):
+        kind = kind_of(step)
+        if kind in CUTS:
+            count = piece[1] - piece[0]
+            rows = read_cut(step, output, count) if order[read_dim(step, len(order))] == ROWS else None
+            if rows is None:  # it cuts columns
+                return None
+            piece = piece[0] + rows[0], piece[0] + rows[1]
+        else:
+            order = order_after(step, order, {ROWS: piece[1] - piece[0], COLUMNS: columns})
+            if not order:
+                return None
+    return Source(layer, dtype, piece, order)
+
+
+def order_after(node: Node, order: str, sizes: Mapping[str, int]) -> str:
+    """What a matrix's dimensions are after a transpose, a view or a cast; empty where a view mixes them."""
+    kind = kind_of(node)
+    if kind in FLIPS:
+        return "".join(order[dim] for dim in read_order(node, len(order)))
+    if kind == "Unsqueeze":
+        at = read_dim(node, len(order) + 1)
+        return order[:at] + NEW + order[at:]
+    if kind in ("ToCopy", "Clone"):
+        return order
+    rest, after = order.replace(NEW, ""), ""
+    for size in read_output_shape(node):
+        if rest and size == sizes[rest[0]]:
+            after, rest = after + rest[0], rest[1:]
+        elif size == 1:
+            after += NEW
+        else:
+            return ""
+    return "" if rest else after
 
 
 def product_of(node: Any, place: int, source: Source | ExpertSource) -> TracedProduct | ExpertProduct | None:
@@ -296,18 +326,21 @@ def product_of(node: Any, place: int, source: Source | ExpertSource) -> TracedPr
     if isinstance(source, ExpertSource):
         return expert_product(node, place, source)
     kind = kind_of(node)
-    if kind == "Embedding" and place == 0 and not source.flipped:
+    if kind == "Embedding" and place == 0 and source.order == ROWS + COLUMNS:
         return lookup(node, source)
-    first = {"Mm": 0, "Addmm": 1}.get(kind)
-    if first is None or place < first:
+    first = {"Mm": 0, "Addmm": 1, "Bmm": 0, "Baddbmm": 1}.get(kind)
+    if first is None or place < first or NEW in source.order[1:]:
         return None
     other = read_factor(node, first + (place == first))
-    return None if other is None else matrix_product(node, place - first, source, other)
+    if other is None or other.shape[:-2] not in ((), (1,)) or other.dim() != len(source.order):
+        return None
+    return matrix_product(node, place - first, source, other)
 
 
 def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> TracedProduct:
     """first @ second, the matrix standing in place 0 or 1."""
     rows = other if place == 1 else other.mT
+    rows = rows if rows.dim() == 2 else rows.squeeze(0)
     # x @ W^T, as a linear layer has it, and W @ x are the same map; x @ W and W^T @ x the other
     turned = (place == 1) is not source.flipped
     shape = read_shape(node.next_functions[-2][0]) if place == 1 else ()

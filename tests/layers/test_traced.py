@@ -322,6 +322,10 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x @ W": lambda x, w: x @ w,
     "W^T first": lambda x, w: (w.mT @ x.mT).mT,
     "linear": lambda x, w: functional.linear(x, w.mT),
+    "einsum": lambda x, w: torch.einsum("bd,do->bo", x, w),
+    "einsum, matrix first": lambda x, w: torch.einsum("do,bd->bo", w, x),
+    "tensordot": lambda x, w: torch.tensordot(x, w, 1),
+    "batched": lambda x, w: torch.bmm(x[None], w[None])[0],
     "twice": lambda x, w: torch.cat([x[:3] @ w, x[3:] @ w]),
 }
 
