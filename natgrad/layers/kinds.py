@@ -12,17 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 
 from natgrad.ground.densities import Score
 from natgrad.ground.messages import Explained
 from natgrad.ground.spaces import Space
-from natgrad.ground.whole_tensors import is_fully_sharded
 
 # a layer's parameters as one matrix: joined from the modules' tensors, and split into them again
 
@@ -319,6 +320,7 @@ class EmbeddingLayer(Layer):
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 KINDS: dict[tuple[type[nn.Module], ...], type[Layer]] = {
@@ -327,15 +329,19 @@ KINDS: dict[tuple[type[nn.Module], ...], type[Layer]] = {
     NORMS: NormLayer,
     (nn.Embedding,): EmbeddingLayer,
 }
+TORCH_KINDS = frozenset(chain(RECURRENT, *KINDS))
 
 
 def known_layers(model: nn.Module, space: Space) -> dict[nn.Module, Layer]:
-    """The modules with a layer's treatment, by module. Exact types only: a subclass may compute anything.
+    """The modules with a layer's treatment, by module.
 
-    Left out: modules that share a parameter with another one, modules without a parameter in the space, and those of an
-    energy inside a `Score`, whose calls are not all there is to their use: a derivative passes through them again.
+    Left out: modules that share a parameter with another one, modules without a parameter in the space, the last layer
+    of an attention, whose tensors that takes itself, and those of an energy inside a `Score`, whose calls are not all
+    there is to their use: a derivative passes through them again.
     """
-    inside = {part for module in model.modules() if isinstance(module, Score) for part in module.modules()}
+    scores = [module for module in model.modules() if isinstance(module, Score)]
+    inside = {part for module in scores for part in module.modules()}
+    inside |= {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     layers = {}
     for prefix, module in model.named_modules():
@@ -356,32 +362,46 @@ Kinds of packages that are not imported here stand under the names of their clas
 
 def layer_of(module: nn.Module, dot: str, space: Space) -> Layer | None:
     """A module as a layer; None for other kinds, and where no parameter is in the space."""
-    own_type = type_of(module)
-    build = OWN_KINDS.get(own_type) or OWN_KINDS.get(f"{own_type.__module__}.{own_type.__qualname__}")
+    kind = class_of(module)
+    build = OWN_KINDS.get(kind) or OWN_KINDS.get(name_of(kind))
     if build is not None:
         return build(module, dot, space.blocks.__contains__)
-    kind = next((layer for types, layer in KINDS.items() if own_type in types), None)
-    if kind is None or not dict(module.named_parameters(recurse=False)).keys() <= {"weight", "bias"}:
+    layer = next((layer for types, layer in KINDS.items() if kind in types), None)
+    own = dict(module.named_parameters(recurse=False))
+    if layer is None or not own.keys() <= {"weight", "bias"} or is_parametrized(module):
         return None
     weight, bias = (name if name in space.blocks else None for name in (f"{dot}weight", f"{dot}bias"))
-    return kind(module, layout_of(module, weight, bias)) if weight or bias else None
+    return layer(module, layout_of(module, weight, bias)) if weight or bias else None
 
 
-def type_of(module: nn.Module) -> type:
-    """The module's class as it was before `fully_shard` made another of it, whose second base it is."""
-    bases = type(module).__bases__
-    return bases[1] if is_fully_sharded(module) and len(bases) == 2 else type(module)
+def class_of(module: nn.Module) -> type:
+    """The class of a known kind that a module is of: its own, or the nearest above that has the same forward.
+
+    A subclass may have another start, or be what `fully_shard` makes of a class; one that computes something else has
+    a forward of its own.
+    """
+    own = type(module)
+    for kind in own.__mro__:
+        same = all(getattr(own, name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward"))
+        if same and (kind in OWN_KINDS or name_of(kind) in OWN_KINDS or kind in TORCH_KINDS):
+            return kind
+    return own
+
+
+def name_of(kind: type) -> str:
+    """As a package would import it."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def layout_of(module: Any, weight: str | None, bias: str | None) -> Layout:
     """The matrix of a known module's trained parameters."""
     shape: tuple[int, ...] = tuple(module.weight.shape) if weight else ()
-    if type_of(module) in NORMS:
+    if class_of(module) in NORMS:
         count = (module.weight if weight else module.bias).numel()
         bias_shape = tuple(module.bias.shape) if bias else (-1,)
         return Layout(weight, bias, count, 1, int(weight is not None), shape, bias_shape)
     groups = getattr(module, "groups", 1)
-    if type_of(module) in TRANSPOSED:
+    if class_of(module) in TRANSPOSED:
         channels = module.in_channels // groups
         inputs = channels * prod(module.kernel_size) if weight else 0
         return Layout(weight, bias, groups, module.out_channels // groups, inputs, shape, channels=channels)

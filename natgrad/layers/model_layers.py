@@ -15,7 +15,7 @@ from natgrad.ground.densities import Density, Energy
 from natgrad.ground.pure import Hook
 from natgrad.ground.spaces import Space
 from natgrad.ground.whole_tensors import is_split
-from natgrad.layers.kinds import Layer, known_layers, type_of
+from natgrad.layers.kinds import RECURRENT, Layer, class_of, known_layers
 from natgrad.layers.taps import Resume, Taps, tap
 from natgrad.layers.traced import Traced, matrices_of, second_layers, traced_layers
 
@@ -141,7 +141,7 @@ class ModelLayers:
         """
         handles = []
         for module in dict.fromkeys(layer.module for layer in self.matrices if layer.module is not None):
-            if type_of(module) in (nn.RNN, nn.LSTM, nn.GRU):
+            if class_of(module) in RECURRENT:
                 flags = list[list[bool]]()
                 handles.append(module.register_forward_pre_hook(Unroll(owner, flags)))
                 handles.append(module.register_forward_hook(Fuse(flags), always_call=True))

@@ -89,9 +89,10 @@ def register(
 ) -> None:
     """Let all structures read a module class of your own: an example's gradient is sum_t delta_t a_t^T.
 
-    For optimisers and metrics that are made afterwards. Exactly this class, none that derives from it. Whether the
-    activations and deltas give the whole gradient of the parameters is compared with a plain backward pass, as for
-    every layer: where they do not, the parameters keep their diagonal, and `opt.report()` shows it.
+    For optimisers and metrics that are made afterwards, and for classes that derive from this one with the same
+    forward. Whether the activations and deltas give the whole gradient of the parameters is compared with a plain
+    backward pass, as for every layer: where they do not, the parameters keep their diagonal, and `opt.report()` shows
+    it.
 
     Args:
         module: The class. Its forward takes the input as first positional argument and returns one tensor.

@@ -106,6 +106,22 @@ def test_activations_and_deltas_give_every_example_s_score(name: str):
     assert_close(seen.gradient(), expected.sum(0), 1e-13)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_subclass_is_of_its_kind_unless_it_has_a_forward_of_its_own(name: str):
+    module, layer, *_ = case(name)
+    kind, space = type(module), ng.Space(ng.trainable(module))
+    module.__class__ = type("Own", (kind,), {})
+    (found,) = known_layers(module, space).values()
+    assert (type(found), found.layout) == (type(layer), layer.layout)
+    module.__class__ = type("Scaled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    assert known_layers(module, space) == {}
+
+
+def test_a_layer_with_a_parametrized_weight_is_none():
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    assert known_layers(module, ng.Space(ng.trainable(module))) == {}
+
+
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 @pytest.mark.parametrize("name", ["linear", "conv2d, groups", "transposed conv2d", "layer norm"])
 def test_a_frozen_part_of_a_layer_is_left_out(name: str, frozen: str):

@@ -119,10 +119,10 @@ def test_every_parameter_moves_and_the_report_says_what_it_gets(recipe: Callable
 def test_a_product_of_two_parameters_has_no_examples():
     # its rows are the matrix's, whose number happens to be the batch's
     model = build_seeded(lambda: build_low_rank("merged"))
-    seen = {one.key: one for one in readings(ng.kfac(model, CE), model, X, Y).layers}
-    assert seen["down"].pooled
-    assert seen["up"].pooled
-    assert not seen["out.weight out.bias"].pooled
+    seen = {one.layer.layout.names: one for one in readings(ng.kfac(model, CE), model, X, Y).layers}
+    assert seen["down",].pooled
+    assert seen["up",].pooled
+    assert not seen["out.weight", "out.bias"].pooled
 
 
 def test_parameters_that_are_frozen_later_stay_where_they_are():
