@@ -246,7 +246,7 @@ class Source:
     order: str  # what its dimensions are: rows, columns, or new ones of size 1
 
     @property
-    def flipped(self) -> bool:
+    def is_flipped(self) -> bool:
         """Whether the rows are columns there."""
         return self.order.endswith(ROWS)
 
@@ -342,7 +342,7 @@ def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> Trac
     rows = other if place == 1 else other.mT
     rows = rows if rows.dim() == 2 else rows.squeeze(0)
     # x @ W^T, as a linear layer has it, and W @ x are the same map; x @ W and W^T @ x the other
-    turned = (place == 1) is not source.flipped
+    turned = (place == 1) is not source.is_flipped
     shape = read_shape(node.next_functions[-2][0]) if place == 1 else ()
     how = {"turned": turned, "columns": place == 0, "piece": source.piece, "shape": shape}
     return TracedProduct(source.layer, rows, GradientEdge(node, 0), rows.dtype, version_of(rows), **how)
