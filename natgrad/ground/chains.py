@@ -28,7 +28,7 @@ from natgrad.ground.jets import (
     start_jets,
     wrap_jets,
 )
-from natgrad.ground.pure import DROPOUTS, Hook
+from natgrad.ground.pure import DROPOUTS, Hook, computes_as
 from natgrad.ground.spaces import Params
 
 Function = Callable[[Tensor], Tensor]
@@ -207,7 +207,7 @@ def read_chain(module: nn.Module, prefix: str = "") -> LayerChain | None:
     """A module, with its parameters' prefix, as affine maps and elementwise functions; None if it is not made so."""
     parts = list[Affine | Function | Features | Constraint]()
     for path, part in flatten_parts(module, prefix):
-        if type(part) is nn.Linear and not has_hooks(part):
+        if computes_as(part, nn.Linear) and not has_hooks(part):
             own = dict(part.named_parameters(recurse=False))
             if "weight" not in own or any(type(p) is not nn.Parameter for p in own.values()):
                 return None
@@ -227,7 +227,7 @@ def read_chain(module: nn.Module, prefix: str = "") -> LayerChain | None:
 
 def flatten_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The parts of nested `nn.Sequential`s in order, each with the prefix of its parameters' names."""
-    if type(module) is not nn.Sequential or has_hooks(module):
+    if not computes_as(module, nn.Sequential) or has_hooks(module):
         yield prefix, module
         return
     for name, child in vars(module)["_modules"].items():  # `named_children` leaves out a part's second use

@@ -663,6 +663,12 @@ def is_evaluating() -> bool:
     return Evaluation.innermost() is not None
 
 
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of a class, or of one that derives from it and computes the same."""
+    own, parts = type(module), ("__call__", "forward", "_conv_forward", "__iter__")
+    return isinstance(module, kind) and all(getattr(own, name, None) is getattr(kind, name, None) for name in parts)
+
+
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Whether a tensor is inside of `torch.func.vmap`, `grad` or their like, and ends with them: it has no memory."""
     try:

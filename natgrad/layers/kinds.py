@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from natgrad.ground.densities import Score
 from natgrad.ground.messages import Explained
+from natgrad.ground.pure import computes_as
 from natgrad.ground.spaces import Space
 
 # a layer's parameters as one matrix: joined from the modules' tensors, and split into them again
@@ -380,12 +381,11 @@ def class_of(module: nn.Module) -> type:
     A subclass may have another start, or be what `fully_shard` makes of a class; one that computes something else has
     a forward of its own.
     """
-    own = type(module)
-    for kind in own.__mro__:
-        same = all(getattr(own, name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward"))
-        if same and (kind in OWN_KINDS or name_of(kind) in OWN_KINDS or kind in TORCH_KINDS):
+    for kind in type(module).__mro__:
+        known = kind in OWN_KINDS or name_of(kind) in OWN_KINDS or kind in TORCH_KINDS
+        if known and computes_as(module, kind):
             return kind
-    return own
+    return type(module)
 
 
 def name_of(kind: type) -> str:

@@ -86,3 +86,23 @@ def test_values_and_rows_of_a_chain_are_those_of_nested_derivatives(wish, kind):
         for name, row in rows.items():
             wide = torch.einsum("tm,tmoi->oi", cotangents[0, :, place], slopes[name])
             assert_close(row[0, place], wide, rtol=1e-10, scale=1.0)
+
+
+class Perceptron(nn.Sequential):
+    """A chain that makes its own layers."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__(nn.Linear(*widths[:2]), nn.Tanh(), nn.Linear(*widths[1:]))
+
+
+class Residual(Perceptron):
+    """Another function of the same layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_a_sequence_of_a_class_of_its_own_is_a_chain_unless_it_computes_something_else():
+    assert read_chain(Perceptron(2, 4, 2)) is not None
+    assert read_chain(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Perceptron(2, 4, 2))) is not None
+    assert read_chain(Residual(2, 4, 2)) is None
