@@ -27,6 +27,7 @@ from natgrad.ground.graph_nodes import (
     read_factor,
     read_index,
     read_order,
+    read_output_shape,
     read_shape,
     read_tokens,
 )
@@ -171,6 +172,11 @@ def test_look_ups_are_read() -> None:
         assert torch.equal(found[0], tokens)
         assert found[1] == padding
     assert read_tokens(node_of(functional.embedding(tokens, table, scale_grad_by_freq=True))) is None
+
+
+def test_the_shape_of_a_result_is_read() -> None:
+    shapes = [read_output_shape(node_of(result)) for result in (W.view(2, 12), W[None], W.T.reshape(1, 24), W @ W.T)]
+    assert shapes == [(2, 12), (1, 4, 6), (1, 24), (4, 4)]
 
 
 def test_leaves_and_empty_results_are_told() -> None:
