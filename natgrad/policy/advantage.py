@@ -22,6 +22,7 @@ from natgrad.policy.rollout import CollectedSteps, RunningMoments, join_moments
 from natgrad.policy.settings import CriticTraining
 
 Value = Callable[[Tensor], Tensor]
+LEAST = 0.2  # of the returns' root mean square: a reward that is a whole return stays at half the cut
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,10 @@ def explain_variance(returns: Tensor, values: Tensor) -> float:
 
 
 class RewardScale(Stateful):
-    """Rewards over the standard deviation of the discounted return so far, sign kept, cut at +-10."""
+    """Rewards over the standard deviation of the discounted return so far, sign kept, cut at +-10.
+
+    The divisor is at least LEAST of the returns' root mean square: rewards of -100 and -99 differ below the cut.
+    """
 
     STATE = ("moments", "running")
 
@@ -143,7 +147,8 @@ class RewardScale(Stateful):
         self.moments.update(seen[valid])
         if self.processes is not None:
             self.moments = join_moments(self.processes, before, self.moments)
-        return np.clip(rewards / self.moments.std, -10.0, 10.0)
+        level = np.hypot(self.moments.mean, np.sqrt(self.moments.var))
+        return np.clip(rewards / np.maximum(self.moments.std, LEAST * level), -10.0, 10.0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; running returns of another number of environments begin anew."""

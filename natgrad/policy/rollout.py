@@ -21,6 +21,7 @@ from natgrad.policy.actor import Actor
 from natgrad.policy.environments import Array, Environments
 
 Change = Callable[[Tensor], Tensor]
+ROUNDING = 3e-8  # of a mean: a variance joined from several processes is a difference of squares in float64
 
 CollectedSteps = tuple[list[tuple[Any, ...]], dict[tuple[int, int], Tensor]]
 """Raw steps: states, draws, rows, rewards, whether terminated, over and valid, each (n, ...); and by step and
@@ -152,8 +153,9 @@ class RunningMoments(Stateful):
 
     @property
     def std(self) -> Array:
-        """Standard deviation, kept off zero; 1 where fewer than two rows were seen."""
-        return np.sqrt(self.var + 1e-8) if self.count > 1 else np.ones_like(self.var)
+        """Standard deviation; 1 where all rows are equal up to rounding, or fewer than two were seen."""
+        std = np.sqrt(self.var)
+        return np.where((std > ROUNDING * np.abs(self.mean)) & (self.count > 1), std, 1.0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; ValueError for moments of another shape."""
@@ -179,5 +181,5 @@ def join_moments(processes: Processes, before: RunningMoments, after: RunningMom
     if joined.count:
         shift, scatter = processes.sum(own).numpy() / joined.count
         joined.mean = before.mean + shift
-        joined.var = scatter + before.count / joined.count * before.var - shift**2
+        joined.var = np.maximum(scatter + before.count / joined.count * before.var - shift**2, 0.0)
     return joined

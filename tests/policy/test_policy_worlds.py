@@ -154,6 +154,53 @@ def test_running_moments_are_numpys():
     np.testing.assert_array_equal(again.std, moments.std)
 
 
+class Side(gym.Env):
+    """One step per episode: which side the first number lies on pays 1, in units of one's own."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, unit: float, reward_unit: float, offset: float) -> None:
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+        self.unit, self.reward_unit, self.offset = unit, reward_unit, offset
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.place = self.np_random.normal(size=2)
+        return self.unit * self.place, {}
+
+    def step(self, action: Any) -> Any:
+        reward = self.offset + float((self.place[0] > 0) == bool(action))
+        return self.unit * self.place, self.reward_unit * reward, True, False, {}
+
+
+def learn_side(unit: float, reward_unit: float, offset: float = 0.0) -> tuple[ng.TRPO, float]:
+    """The learner after ten updates, and the share of states in which it takes the right side."""
+    agent = ng.TRPO(None, Side(unit, reward_unit, offset), batch=256, seed=0)
+    agent.learn(10 * 256)
+    places = np.random.default_rng(0).normal(size=(400, 2))
+    return agent, float((agent.predict(unit * places)[0] == (places[:, 0] > 0)).mean())
+
+
+@pytest.mark.parametrize(("unit", "reward_unit"), [(2.0**-30, 1.0), (1.0, 2.0**-40), (2.0**30, 2.0**40)])
+def test_units_of_observations_and_rewards_do_not_matter(unit: float, reward_unit: float):
+    (agent, share), (again, _) = learn_side(1.0, 1.0), learn_side(unit, reward_unit)
+    assert share > 0.9
+    for p, q in zip(agent.policy.parameters(), again.policy.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("offset", [-100.0, -20.0, 20.0, 100.0])
+def test_rewards_that_differ_little_are_told_apart(offset: float):
+    _, share = learn_side(1.0, 1.0, offset)
+    assert share > 0.9
+
+
+def test_entries_that_never_change_are_not_blown_up():
+    moments = pg.RunningMoments((3,))
+    moments.update(np.tile([0.0, 0.1, 1e9], (57, 1)))
+    np.testing.assert_array_equal(moments.std, 1.0)
+
+
 ENVS = {
     "one": Walk,
     "several": lambda: [Walk(7), Walk(9)],
