@@ -146,6 +146,11 @@ class NaturalPolicyGradient(PolicyLearner):
         head: Head | None = None,
         **settings: Unpack[PolicySettings],
     ) -> None:
+        for name, length in (("radius", radius), ("target_kl", dict(settings).get("target_kl"))):
+            if lr is not None and length is not None:
+                raise TypeError(
+                    f"NaturalPolicyGradient was given lr and {name}, which both give a step its length: give one"
+                )
         choices = translate_choices("NaturalPolicyGradient", radius, dict(settings))
         groups = read_groups("NaturalPolicyGradient", GROUPS, choices.choices, (*OWN, "lr"))
         if lr is not None:

@@ -310,6 +310,8 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "radius": (lambda: small(radius=0.0), ValueError, "radius is 0.0, expected a finite number > 0"),
     "radius below zero": (lambda: small(radius=-1.0, kind=ng.NaturalPolicyGradient), ValueError, "radius is -1.0"),
     "rate": (lambda: small(lr=0.0, kind=ng.NaturalPolicyGradient), ValueError, "lr is 0.0"),
+    "two lengths": (lambda: small(lr=0.1, radius=0.1, kind=ng.NaturalPolicyGradient), TypeError, "lr and radius"),
+    "two, theirs": (lambda: small(lr=0.1, target_kl=0.1, kind=ng.NaturalPolicyGradient), TypeError, "lr and target_kl"),
     "width": (lambda: small(policy=nn.Linear(2, 3)), ValueError, r"policy returned a tensor \(.*3\).*expected rows"),
     "three dimensions": (lambda: small(policy=Wrong((1, 1))), ValueError, "policy returned"),
     "input width": (lambda: small(policy=nn.Linear(3, 1)), ValueError, "module Linear failed on states of shape"),
