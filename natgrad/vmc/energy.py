@@ -50,8 +50,14 @@ class EnergyEstimate:
     def __str__(self) -> str:
         digits = 8 if not 0 < self.error < math.inf else max(0, 1 - math.floor(math.log10(self.error)))
         text = f"{self.mean:.{digits}f} +- {self.error:.{digits}f}{'' if self.settled else ' or more'}"
-        differ = self.r_hat is not None and self.r_hat > MIXED
-        return f"{text}, chains differ (R-hat {self.r_hat:.2f})" if differ else text
+        if self.r_hat is not None and self.r_hat > MIXED:
+            text = f"{text}, chains differ (R-hat {self.r_hat:.2f})"
+        spread = math.sqrt(max(self.variance, 0.0))
+        noise = max(self.error, spread * math.sqrt(max(self.correlation, 1.0) / max(self.samples, 1)))
+        # <H> is real where H is Hermitian: 1e-3 is single precision's, with elements of both signs
+        if self.settled and abs(self.imaginary) > 1e-3 * (abs(self.mean) + spread) + 10 * noise:
+            text = f"{text}, imaginary part {self.imaginary:.3g}: is H Hermitian?"
+        return text
 
 
 def estimate_energy(

@@ -55,6 +55,15 @@ def test_chains_that_differ_say_so():
     assert ng.vmc.estimate_energy(torch.arange(2.0).repeat_interleave(100).view(2, 100)).r_hat == math.inf
 
 
+def test_an_energy_that_is_not_real_says_so():
+    noise = torch.complex(autoregressive(8, 500, 0.9), autoregressive(8, 500, 0.9)) - 3
+    assert "Hermitian" not in str(ng.vmc.estimate_energy(noise))
+    assert "Hermitian" not in str(ng.vmc.estimate_energy(noise[0, :40]))
+    assert "imaginary part" in str(ng.vmc.estimate_energy(noise + 9j))
+    eigenstate = torch.full((8,), -2.5j)  # of i H: the energy is 0 without an error
+    assert "Hermitian" in str(ng.vmc.estimate_energy(eigenstate, torch.full((8,), 1 / 8), enumerated=True))
+
+
 def test_weights_enumerate_or_reweigh():
     values, p = torch.tensor([1.0, 2.0, 4.0], dtype=F64), torch.tensor([0.5, 0.25, 0.25], dtype=F64)
     whole = ng.vmc.estimate_energy(values, p, enumerated=True)
