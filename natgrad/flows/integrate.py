@@ -233,6 +233,7 @@ def flow(
 
     Raises:
         TypeError: If a keyword is none of these.
+        TypeError: If the start is no tensor.
         ValueError: If the start is outside of the domain, the last time is not positive, or times do not increase.
         ImportError: If SciPy is not installed.
 
@@ -243,6 +244,8 @@ def flow(
         >>> path.status, bool(path.values[-1] < path.values[0])
         ('end', True)
     """
+    if not isinstance(start, Tensor):
+        raise TypeError(f"start is {type(start).__name__}, expected a tensor (n,): torch.tensor(start).double()")
     start, chosen = start.detach(), read_groups("flow", GROUPS, solver, OWN)["integrator"]
     check_precision("start", start.dtype, "call start.double()")
     check_recorded("start", start)

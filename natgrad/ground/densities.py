@@ -354,11 +354,12 @@ def check_mask(mask: Tensor | None, inputs: Tensor) -> Tensor | None:
     if mask is None:
         return None
     size = inputs[0].numel()
-    flat = mask.reshape(1, -1) if mask.shape in ((size,), inputs.shape[1:]) else mask.flatten(1)
-    if flat.shape not in ((1, size), (len(inputs), size)):
+    each = isinstance(mask, Tensor) and mask.shape in ((size,), inputs.shape[1:])
+    flat = mask.reshape(1, -1) if each else mask.flatten(1) if isinstance(mask, Tensor) and mask.dim() > 1 else None
+    if flat is None or flat.shape not in ((1, size), (len(inputs), size)):
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, expected ({size},) for the variables that count, or that of X, "
-            f"{tuple(inputs.shape)}"
+            f"mask has shape {show_shape(mask)}, expected a tensor ({size},) for the variables that count, or one of "
+            f"X's shape, {tuple(inputs.shape)}"
         )
     if is_concrete(flat) and not (is_binary(flat) and bool(flat.any())):
         raise ValueError("mask must hold True for the variables that count and False for the others, at least one True")

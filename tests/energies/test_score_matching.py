@@ -193,6 +193,12 @@ WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "continuous ratios": (lambda: ng.ratio_matching_loss(table, PARAMS, X), ValueError, ("X", "0 and 1")),
     "signs": (lambda: ng.ratio_matching_loss(table, PARAMS, 2 * BITS - 1), ValueError, ("X", "map -1 to 0")),
     "mask": (lambda: ng.score_matching_loss(two_layers, PARAMS, X, mask=BITS[:2]), ValueError, ("mask", "(3,)")),
+    "short mask": (
+        lambda: ng.score_matching_loss(two_layers, PARAMS, X, mask=BITS[0, :2]),
+        ValueError,
+        ("(2,)", "(3,)"),
+    ),
+    "no mask": (lambda: ng.score_matching_loss(two_layers, PARAMS, X, mask=[1, 0, 1]), ValueError, ("mask", "list")),  # type: ignore[arg-type]
     "empty mask": (lambda: ng.score_matching_loss(two_layers, PARAMS, X, mask=0 * BITS), ValueError, ("mask", "True")),
     "chunk": (lambda: ng.score_matching_loss(two_layers, PARAMS, X, chunk_size=0), ValueError, ("chunk_size",)),
     "slices": (lambda: ng.sliced_score_matching_loss(two_layers, PARAMS, X, slices=0), ValueError, ("slices",)),

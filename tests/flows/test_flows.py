@@ -150,6 +150,8 @@ def test_why_a_flow_ends():
     assert broken.status == "not finite"
     with pytest.raises(ValueError, match="not one point inside"):
         flow(F, TOY, point(1.5, 0.5), 1.0, MU)
+    with pytest.raises(TypeError, match="start is list"):
+        flow(F, TOY, [0.5, 0.5], 1.0, MU)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="last time"):
         flow(F, TOY, point(0.5, 0.5), 0.0, MU)
     with pytest.raises(ValueError, match="independence model"):
