@@ -108,7 +108,7 @@ class Projected(Target):
                 f"log_likelihood returned {tuple(logs.shape)} for f {tuple(f.shape)}, expected a number for every "
                 "entry: f comes with a leading dimension of quadrature nodes"
             )
-        return logs
+        return logs.to(f)
 
     def _entries(self, f: Tensor, deviation: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """E of the sum of log p, and of its first and second derivative in every f_n (N,)."""

@@ -157,11 +157,12 @@ class DensityTarget(SlopeTarget):
 
     def values(self, z: Tensor) -> Tensor:
         """log p(z, data) of every row, shape (s,). z: (s, d)."""
-        return (self.log_joint(z) if self.batched else map_rows(self.log_joint, z)).reshape(len(z))
+        # in z's dtype: a network in single precision may stand inside
+        return (self.log_joint(z) if self.batched else map_rows(self.log_joint, z)).reshape(len(z)).to(z)
 
     def _evaluate(self, row: Tensor) -> Tensor:
         """log p of one z (d,), a scalar."""
-        return self.log_joint(row.unsqueeze(0) if self.batched else row).reshape(())
+        return self.log_joint(row.unsqueeze(0) if self.batched else row).reshape(()).to(row)
 
     def _derivatives(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients (s, d) and Hessians (s, d, d) at rows z; None for these where torch has no second derivative."""

@@ -184,3 +184,25 @@ def test_a_grid_and_points_agree_on_a_kink():
         for points in (GaussHermite(64), Sobol(2048))
     ]
     assert bounds[0] == pytest.approx(bounds[1], abs=0.02)
+
+
+SINGLE = {
+    "normal": lambda f: ng.variational(f, 2),
+    "diagonal": lambda f: ng.variational(f, 2, diagonal=True),
+    "draws": lambda f: ng.variational(f, 2, points=Draws(16)),
+    "low rank": lambda f: ng.variational_low_rank(f, 2, rank=1),
+    "mixture": lambda f: ng.variational_mixture(f, torch.tensor([[-1.0, 0.0], [1.0, 0.0]], dtype=F64)),
+    "projected": lambda f: ng.variational(Projected(torch.eye(2, dtype=F64), lambda z: f(z.unsqueeze(-1))), 2),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+def test_a_log_p_in_single_precision_serves(kind: str):
+    def log_p(z: Tensor) -> Tensor:  # as where a network in single precision stands inside
+        return -0.5 * (z.float() - 1).square().sum(-1)
+
+    single, double = SINGLE[kind](log_p), SINGLE[kind](lambda z: -0.5 * (z - 1).square().sum(-1))
+    for _ in range(3):
+        single.step()
+        double.step()
+    assert single.elbo() == pytest.approx(double.elbo(), abs=1e-4)
