@@ -10,13 +10,23 @@ from natgrad.layers.examples import (
     has_no_place,
     partitions,
 )
-from natgrad.layers.hearing import Heard, Pass, Recording, collect_inputs, hear, hear_rows, is_asking, record_pass
+from natgrad.layers.hearing import (
+    Heard,
+    Pass,
+    Recording,
+    collect_inputs,
+    hear,
+    hear_rows,
+    is_asking,
+    record_pass,
+)
 from natgrad.layers.kinds import Layer, Layout, UnitLayout
 from natgrad.layers.model_layers import GraphLeaves, ModelLayers
 from natgrad.layers.moments import (
     Mixed,
     Room,
     Seen,
+    combine,
     factor_sizes,
     layer_bias_rows,
     layer_factors,
@@ -49,6 +59,7 @@ __all__ = [
     "Traced",
     "UnitLayout",
     "collect_inputs",
+    "combine",
     "derivatives",
     "example_squares",
     "factor_sizes",

@@ -18,7 +18,7 @@ from natgrad.ground.typed_torch import list_numbers, measure_norm
 from natgrad.layers.examples import Examples, find_examples
 from natgrad.layers.experts import ExpertProduct, collect_experts
 from natgrad.layers.kinds import TRANSPOSED, ConvolutionLayer, Layer, NormLayer, known_layers, pad_as, patches_at
-from natgrad.layers.moments import Mixed, Seen, spread_rows
+from natgrad.layers.moments import Mixed, Seen, combine, spread_rows
 from natgrad.layers.taps import Place, Tap, derivatives, record_calls
 from natgrad.layers.traced import Traced, TracedProduct, find_products
 
@@ -112,8 +112,8 @@ class SeenImages(Seen):
     def only(self, which: slice) -> SeenImages:
         return SeenImages(self.layer, self.inputs, self.derivatives[which], self.size, self.share)
 
-    def gradient(self) -> Tensor:
-        layout, first = self.layer.layout, self.derivatives[0]
+    def gradient(self, count: int = 1) -> Tensor:
+        layout, first = self.layer.layout, combine(self.derivatives[:count])
         gradients = dict[str, Tensor]()
         if layout.weight is not None:
             inputs, options = self._arguments()
@@ -450,9 +450,10 @@ class Pass:
         cotangents: (R, m) each.
         deltas: Per cotangent, the derivatives at the taps; None where it did not arrive.
         params: The leaves of the graph, by name.
-        gradients: The first cotangent's gradients by name, of the parameters that are watched.
+        gradients: Of the watched parameters by name, those of the first cotangents' `combine`.
         dtype: Of the activations and deltas; default the widest of float32 and the deltas' own.
         eps: Of the coarsest dtype on the way (autocast), if that is not the layers' own.
+        judged: How many cotangents these are: one may be of a row alone that a parameter does not move.
     """
 
     outputs: Tensor
@@ -464,6 +465,7 @@ class Pass:
     gradients: Mapping[str, Tensor | None]
     dtype: torch.dtype | None = None
     eps: float = 0.0
+    judged: int = 1
 
     def collect_layers(self) -> list[Seen]:
         """All layers that the taps tell of."""
@@ -492,7 +494,7 @@ class Pass:
         """
         gaps, tolerances = list[Tensor](), list[float | None]()
         for seen in layers:
-            gradient = seen.gradient()
+            gradient = seen.gradient(self.judged)
             reached = {name: g for name in seen.layer.layout.names if (g := self.gradients.get(name)) is not None}
             tolerances.append(max(self.eps, torch.finfo(gradient.dtype).eps) ** 0.5 if reached else None)
             if reached:

@@ -171,12 +171,18 @@ class Seen:
             image = torch.einsum("btgd,god->btgo", self.activations, matrix)
         return torch.stack([(image * deltas).reshape(examples, -1).sum(1) for deltas in self.deltas])
 
-    def gradient(self) -> Tensor:
-        """The layer's matrix in J^T c for the first cotangent c, (groups, outputs, columns)."""
+    def gradient(self, count: int = 1) -> Tensor:
+        """The layer's matrix in J^T c for c = `combine` of the first cotangents, (groups, outputs, columns).
+
+        Args:
+            count: Of how many.
+        """
+        if self.cotangents > 1:
+            return combine([replace(self.only(slice(i, i + 1)), cotangents=1).gradient() for i in range(count)])
+        deltas = combine(self.deltas[:count])
         if not self.by_token:
-            first = len(self.activations) // self.cotangents
-            return torch.einsum("btgo,btgd->god", self.deltas[0][:first], self.activations[:first])
-        tokens, rows = token_rows(self.activations, self.deltas[0], self.padding)
+            return torch.einsum("btgo,btgd->god", deltas, self.activations)
+        tokens, rows = token_rows(self.activations, deltas, self.padding)
         shape = self.layer.layout.matrix_shape
         return rows.new_zeros(shape[1:]).index_add_(0, tokens, rows).unsqueeze(0)
 
@@ -231,8 +237,18 @@ class Mixed(Seen):
     def split_parts(self) -> list[Seen]:
         return self.parts
 
-    def gradient(self) -> Tensor:
-        return torch.stack([part.gradient() for part in self.parts]).sum(0)
+    def gradient(self, count: int = 1) -> Tensor:
+        return torch.stack([part.gradient(count) for part in self.parts]).sum(0)
+
+
+def combine(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of cotangents, or of what comes of them, with numbers with which none cancels another; no copy for one.
+
+    Args:
+        parts: Tensors of one shape.
+    """
+    factors = torch.rand(len(parts), generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float64)
+    return parts[0] if len(parts) == 1 else total([(1 + f) * p for f, p in zip(factors.tolist(), parts, strict=True)])
 
 
 def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:

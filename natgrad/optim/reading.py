@@ -32,6 +32,7 @@ from natgrad.layers import (
     Taps,
     Traced,
     collect_inputs,
+    combine,
     example_squares,
     find_products,
     hear,
@@ -418,9 +419,13 @@ class Reader:
         cotangents = [c.to(rows.dtype) for part in drawn for c in part]
         # delta = J^T s at every layer, by one backward pass a draw
         calls, deltas, slopes = self.taps.reach(rows, calls, cotangents, list(watched.values()))
-        gradients = dict(zip(watched, slopes[0], strict=True))
+        judged = len(drawn[0])
+        columns = [
+            [slope.to_dense() for slope in each if slope is not None] for each in zip(*slopes[:judged], strict=True)
+        ]
+        gradients = {name: combine(each) if each else None for name, each in zip(watched, columns, strict=True)}
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-        passed = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps)
+        passed = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps, judged=judged)
         return passed, len(drawn[0]) if measurement is not None else len(cotangents), slopes
 
     def _without_layer(self, watched: Iterable[str], heard: Heard) -> list[str]:

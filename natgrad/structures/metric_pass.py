@@ -20,6 +20,7 @@ from natgrad.layers import (
     Seen,
     Tap,
     Traced,
+    combine,
     derivatives,
     find_examples,
     find_products,
@@ -84,11 +85,15 @@ def hear_metric(
     cotangents = [c.detach() for c in estimate.cotangents(Outputs.of(pullback, examples), generator)]
     leaves = pullback.linearization.leaves
     watched = leaves if trusted is None else {}
-    deltas, slopes = derivatives(graph, taps, cotangents[:1], list(watched.values()))
-    deltas += derivatives(graph, taps, cotangents[1:])[0]
+    parameters = list(watched.values())
+    if len(cotangents) == 1:
+        deltas, slopes = derivatives(graph, taps, cotangents, parameters)
+    else:  # all cotangents' gradients would take too much memory
+        deltas = derivatives(graph, taps, cotangents)[0]
+        slopes = derivatives(graph, [], [combine(cotangents)], parameters)[1]
     gradients = dict(zip(watched, slopes[0], strict=True))
     heard = hear(
-        Pass(graph, taps, examples, cotangents, deltas, leaves, gradients, pullback.dtype),
+        Pass(graph, taps, examples, cotangents, deltas, leaves, gradients, pullback.dtype, judged=len(cotangents)),
         lambda layer: trusted is None,
         # examples that cannot be told apart give squares that are right on average over drawn labels alone
         takes=lambda seen: not seen.pooled or (seen.layer.is_routed and isinstance(estimate, Sampled)),

@@ -272,6 +272,34 @@ def test_a_second_use_that_was_hidden_at_first_is_found(structure, gate, bias):
     assert is_finite(model)
 
 
+def build_stepped(bare: bool) -> nn.Module:
+    """A recurrent matrix that moves no first position: as a product of parameters, or as a layer's one use of two."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        states = [torch.tanh(x[:, 0] if bare else m.inner(x[:, 0]))]
+        weight = m.gain * m.weight if bare else m.inner.weight * 1.0
+        for each in x.unbind(1)[1:]:
+            states.append(torch.tanh((each if bare else m.inner(each)) + torch.einsum("bi,oi->bo", states[-1], weight)))
+        return m.out(torch.stack(states, 1))
+
+    if bare:
+        return Assembled(
+            run, gain=nn.Parameter(torch.ones(E, 1)), weight=nn.Parameter(torch.randn(E, E)), out=nn.Linear(E, 3)
+        )
+    return Assembled(run, inner=nn.Linear(E, E, bias=False), out=nn.Linear(E, 3))
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_what_the_first_position_does_not_tell_is_heard_from_the_others(bare):
+    """Exact labels go backward one position after another."""
+    model, x = build_seeded(lambda: build_stepped(bare)), draw(4, 3, E, seed=5)
+    count = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("out"))
+    expected, structure = definition(model, nn.MSELoss(), x).diagonal(), ng.Diagonal(estimate=ExactLabels())
+    operator = structure.update(None, ng.fisher(model, nn.MSELoss()), ng.trainable(model), x)[0]
+    assert_close(operator.diagonal()[:count], expected[:count], 1e-10)
+    assert_close(read_diagonal(model, structure, x)[:count], expected[:count], 1e-10)
+
+
 class Mixing(nn.Module):
     """Tokens that see the ones before them by a share of `mix`, and positions that all examples have in common.
 
