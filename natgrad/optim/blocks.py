@@ -50,6 +50,7 @@ class BatchUpdate:
     hearing: Hearing  # which layers are trusted, and the source of labels
     guard: Guard  # what is known of the batches
     taken: int = 0  # passes in it
+    reached: frozenset[str] = frozenset()  # the blocks that these passes told of, by key
     # a part of the last one, to measure a step with; None where nothing is to be measured
     sample: Reading | None = None
     part: float = 1.0  # of the rows that a pass must have, as it came sooner or later than it was due
@@ -73,14 +74,14 @@ class Averages:
     named: Mapping[str, Tensor]  # the parameters
     owners: Owners  # who holds which block
 
-    def start(self, update: BatchUpdate, reading: Reading, decay: float) -> Callable[[], BatchUpdate]:
+    def start(self, update: BatchUpdate, reading: Reading) -> Callable[[], BatchUpdate]:
         """`take`, with several processes while other work goes on. What comes back waits for it."""
         if self.owners.is_shared and self.structure.adds:
-            return self._send(update, reading, decay)
-        taken = self.take(update, reading, decay)
+            return self._send(update, reading)
+        taken = self.take(update, reading)
         return lambda: taken
 
-    def take(self, update: BatchUpdate, reading: Reading, decay: float) -> BatchUpdate:
+    def take(self, update: BatchUpdate, reading: Reading) -> BatchUpdate:
         """A reading into the averages, weighted by its rows; where it is not fit (`Guard`), nothing of it.
 
         Layer after layer, and the reading is emptied: its activations go as their moments come.
@@ -92,6 +93,7 @@ class Averages:
         blocks = self._assign(update.blocks, reading)
         fresh = list[tuple[Block, Statistics, Count]]()
         for block, passed, count in self._weigh(reading, update.part):
+            decay = self._decay(update, block.key)
             before, sums = self._totals(blocks, block), self.owners.sums(block.key)
             # totals <- decay totals + what this pass gives; the average is that / weight (Martens & Grosse, section 5)
             if isinstance(passed, Seen):
@@ -103,14 +105,19 @@ class Averages:
         sound = are_finite([totals.values() if self.owners.holds(block.key) else () for block, totals, _ in fresh])
         for fits, (block, totals, count) in zip(sound, fresh, strict=True):
             if fits:  # an eigendecomposition may have failed
-                self._average(blocks, block, totals, decay, count)
+                self._average(blocks, block, totals, self._decay(update, block.key), count)
         fine = all(sound)
         if self.owners.apart:
             fine = self._agree(fine)
-        taken = replace(update, blocks=blocks, taken=update.taken + fine)
+        reached = update.reached.union(block.key for block, _, _ in fresh)
+        taken = replace(update, blocks=blocks, taken=update.taken + fine, reached=reached)
         return taken.fail(not fine)
 
-    def _send(self, update: BatchUpdate, reading: Reading, decay: float) -> Callable[[], BatchUpdate]:
+    def _decay(self, update: BatchUpdate, key: str) -> float:
+        """What a block's past counts beside a pass: micro-batches of one step count alike."""
+        return 1.0 if key in update.reached else self.structure.decay
+
+    def _send(self, update: BatchUpdate, reading: Reading) -> Callable[[], BatchUpdate]:
         """`take` with several processes, whose parts are on their way when it returns."""
         fit, far, guard = update.guard.accept_inputs(reading.layers, reading.squares)
         update = replace(update, guard=guard)
@@ -118,6 +125,7 @@ class Averages:
 
         def deliver(key: str, fresh: Statistics) -> None:
             block, count = coming.pop(key)
+            decay = self._decay(update, key)
             before = self._totals(blocks, block) if self.owners.holds(key) else None
             totals = accumulate_statistics(before, fresh, decay)
             if not self.owners.holds(key) or are_finite([totals.values()])[0]:
@@ -129,14 +137,15 @@ class Averages:
         for block, passed, count in self._weigh(reading, update.part):
             coming[block.key] = block, count
             if isinstance(passed, Seen):
-                passed = self.structure.statistics(passed.add_by(few), None, decay)
+                passed = self.structure.statistics(passed.add_by(few), None, self._decay(update, block.key))
             sums.send(block.key, passed, of.get(block.key))
+        reached = update.reached.union(coming)
         sums.finish()
 
         def wait() -> BatchUpdate:
             if not sums.wait():
                 return update.fail(far=far)
-            return replace(update, blocks=blocks, taken=update.taken + 1)
+            return replace(update, blocks=blocks, taken=update.taken + 1, reached=reached)
 
         return wait
 

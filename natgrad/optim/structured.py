@@ -379,11 +379,9 @@ class StructuredNaturalGradient(ModelOptimizer):
             return
         sample = sample_examples(reading) if measuring else None
         reading.apart.clear()
-        decay, part = 1.0, update.part  # micro-batches of one step count alike
-        if not update.taken:
-            decay, part = self.structure.decay, part_of_rows(state.pace, state.step, state.is_turned)
+        part = update.part if update.taken else part_of_rows(state.pace, state.step, state.is_turned)
         update = replace(update, hearing=hearing, part=part)
-        arrive = flow.averages.start(update, reading, decay)
+        arrive = flow.averages.start(update, reading)
         flow.pending.coming = arrive, sample, update.taken
 
     def _settle_reading(self) -> None:

@@ -55,9 +55,9 @@ def record_readings(opt: Any, found: list[Reading]) -> None:
     """Append every reading from here on, before it is taken and emptied."""
     start = opt._flow.averages.start
 
-    def keep(update: Any, reading: Reading, decay: float) -> Any:
+    def keep(update: Any, reading: Reading) -> Any:
         found.append(Reading(list(reading.layers), reading.squares, reading.rows))
-        return start(update, reading, decay)
+        return start(update, reading)
 
     averages = opt._flow.averages
     object.__setattr__(averages, "start", keep)
