@@ -10,16 +10,7 @@ from natgrad.layers.examples import (
     has_no_place,
     partitions,
 )
-from natgrad.layers.hearing import (
-    Heard,
-    Pass,
-    Recording,
-    collect_inputs,
-    hear,
-    hear_rows,
-    is_asking,
-    record_pass,
-)
+from natgrad.layers.hearing import Heard, Pass, Recording, collect_inputs, hear, hear_rows, is_asking, record_pass
 from natgrad.layers.kinds import Layer, Layout, UnitLayout
 from natgrad.layers.model_layers import GraphLeaves, ModelLayers
 from natgrad.layers.moments import (

@@ -247,8 +247,10 @@ def combine(parts: Sequence[Tensor]) -> Tensor:
     Args:
         parts: Tensors of one shape.
     """
-    factors = torch.rand(len(parts), generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float64)
-    return parts[0] if len(parts) == 1 else total([(1 + f) * p for f, p in zip(factors.tolist(), parts, strict=True)])
+    if len(parts) == 1:
+        return parts[0]
+    factors = 1 + torch.rand(len(parts), generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float64)
+    return total([factor * part for factor, part in zip(factors.tolist(), parts, strict=True)])
 
 
 def side_by_side(seen: Seen) -> tuple[Tensor, Tensor]:
