@@ -116,6 +116,8 @@ class ModelLayers:
         Args:
             claims: Those that are.
         """
+        if not self.turned:
+            return self.matrices
         turned = {layer.layout.names: layer for layer in self.turned if claims >= set(layer.claims)}
         matrices = [turned.get(layer.layout.names, layer) for layer in self.matrices]
         return matrices + [layer for layer in self.turned if claims.isdisjoint(layer.claims)]

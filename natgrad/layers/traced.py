@@ -187,6 +187,8 @@ def find_products(outputs: Tensor, layers: Iterable[Traced], params: Mapping[str
         params: The leaves of the graph, by name.
     """
     layers = list(layers)
+    if not layers:
+        return []
     turned = {layer.layout.names[0]: layer for layer in layers if layer.layout.channels is not None}
     given = {layer.layout.names[0]: layer for layer in layers if layer.layout.channels is None}
     stored = {name: layer.turn() for name, layer in turned.items() if name not in given} | given

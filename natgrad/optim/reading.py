@@ -420,10 +420,11 @@ class Reader:
         # delta = J^T s at every layer, by one backward pass a draw
         calls, deltas, slopes = self.taps.reach(rows, calls, cotangents, list(watched.values()))
         judged = len(drawn[0])
-        columns = [
-            [slope.to_dense() for slope in each if slope is not None] for each in zip(*slopes[:judged], strict=True)
-        ]
-        gradients = {name: combine(each) if each else None for name, each in zip(watched, columns, strict=True)}
+        arrived = slopes[0]
+        if judged > 1:  # a slope is None for all cotangents or for none
+            columns = zip(*slopes[:judged], strict=True)
+            arrived = [each[0] if each[0] is None else combine([t.to_dense() for t in each]) for each in columns]
+        gradients = dict(zip(watched, arrived, strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
         passed = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps, judged=judged)
         return passed, len(drawn[0]) if measurement is not None else len(cotangents), slopes
