@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -131,9 +132,19 @@ def read_output_shape(node: Any) -> tuple[int, ...]:
     return next((tuple(metadata.shape) for metadata in getattr(node, "_input_metadata", ())), ())
 
 
-def read_tokens(node: Any) -> tuple[Tensor, int | None] | None:
-    """The tokens of a look-up and the one that it does not train; None where gradients are scaled by frequencies."""
-    if node._saved_scale_grad_by_freq:
+def read_tokens(node: Any, rows: int) -> tuple[Tensor, int | None] | None:
+    """The tokens of a look-up in a matrix of so many rows, and the one that it does not train.
+
+    None where it is no look-up of whole rows, or gradients are scaled by frequencies.
+    """
+    kind = kind_of(node)
+    if kind == "Embedding":
+        if node._saved_scale_grad_by_freq:
+            return None
+        padding = node._saved_padding_idx
+        return node._saved_indices, None if padding == UNSIGNED - 1 else padding
+    indices = {"Index": lambda: node._saved_indices, "IndexSelect": lambda: (node._saved_index,)}.get(kind, tuple)()
+    if len(indices) != 1 or indices[0] is None or indices[0].dtype in (torch.bool, torch.uint8):
         return None
-    padding = node._saved_padding_idx
-    return node._saved_indices, None if padding == UNSIGNED - 1 else padding
+    whole = kind == "Index" or read_dim(node, 2) == 0
+    return (indices[0].long() % rows, None) if whole else None

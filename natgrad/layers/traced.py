@@ -328,7 +328,7 @@ def product_of(node: Any, place: int, source: Source | ExpertSource) -> TracedPr
     if isinstance(source, ExpertSource):
         return expert_product(node, place, source)
     kind = kind_of(node)
-    if kind == "Embedding" and place == 0 and source.order == ROWS + COLUMNS:
+    if kind in ("Embedding", "Index", "IndexSelect") and place == 0 and source.order == ROWS + COLUMNS:
         return lookup(node, source)
     first = {"Mm": 0, "Addmm": 1, "Bmm": 0, "Baddbmm": 1}.get(kind)
     if first is None or place < first or NEW in source.order[1:]:
@@ -353,11 +353,12 @@ def matrix_product(node: Any, place: int, source: Source, other: Tensor) -> Trac
 def lookup(node: Any, source: Source) -> TracedProduct | None:
     """Rows of the matrix by token."""
     try:
-        reading = read_tokens(node)
+        reading = read_tokens(node, source.piece[1] - source.piece[0])
     except RuntimeError:  # overwritten since
         return None
     if reading is None:
         return None
-    tokens, padding = reading
+    start = source.piece[0]
+    tokens, padding = reading[0] + start, None if reading[1] is None else reading[1] + start
     how = {"turned": True, "piece": source.piece, "shape": tuple(tokens.shape), "padding": padding}
     return TracedProduct(source.layer, tokens, GradientEdge(node, 0), source.dtype, version_of(tokens), **how)

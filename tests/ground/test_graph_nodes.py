@@ -167,11 +167,24 @@ def test_a_sum_tells_the_factor_of_its_second_part() -> None:
 def test_look_ups_are_read() -> None:
     table, tokens = leaf(5, 2), torch.tensor([[0, 3, 1]])
     for padding in (None, 3):
-        found = read_tokens(node_of(functional.embedding(tokens, table, padding_idx=padding)))
+        found = read_tokens(node_of(functional.embedding(tokens, table, padding_idx=padding)), len(table))
         assert found is not None
         assert torch.equal(found[0], tokens)
         assert found[1] == padding
-    assert read_tokens(node_of(functional.embedding(tokens, table, scale_grad_by_freq=True))) is None
+    assert read_tokens(node_of(functional.embedding(tokens, table, scale_grad_by_freq=True)), len(table)) is None
+    for result in (
+        table[tokens],
+        table[tokens - len(table)],
+        table[tokens, :],
+        table.index_select(0, tokens.flatten()),
+    ):
+        found = read_tokens(node_of(result), len(table))
+        assert found is not None
+        assert torch.equal(found[0].flatten(), tokens.flatten())
+        assert found[1] is None
+    columns, mask = torch.tensor([0, 0]), torch.ones(len(table), dtype=torch.bool)
+    for result in (table[:, columns], table[columns, columns], table.index_select(1, columns), table[mask]):
+        assert read_tokens(node_of(result), len(table)) is None
 
 
 def test_the_shape_of_a_result_is_read() -> None:

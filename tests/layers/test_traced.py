@@ -359,3 +359,26 @@ def test_a_bare_matrix_takes_the_steps_of_a_layer(recipe: Any, way: str, rule: A
         opt.load_state_dict(saved)
         train(opt, model, 3, x, y)
     assert_close(other(x).detach(), usual(x).detach(), 1e-10)
+
+
+LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "indices": lambda t, w: w[t],
+    "indices from the end": lambda t, w: w[t - len(w)],
+    "index_select": lambda t, w: w.index_select(0, t.flatten()).view(*t.shape, -1),
+    "embedding": lambda t, w: functional.embedding(t, w),
+    "a part of the table": lambda t, w: functional.embedding(t - 2, w[2:]),
+}
+
+
+@pytest.mark.parametrize("way", LOOKUPS)
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.unitwise])
+def test_a_bare_table_takes_the_steps_of_an_embedding(recipe: Any, way: str):
+    torch.manual_seed(0)
+    tokens, y = torch.randint(2, 6, (8, 3)), torch.arange(8) % 3
+    usual = Assembled(lambda m, t: m.out(m.table(t).flatten(1).tanh()), table=nn.Embedding(6, 2), out=nn.Linear(6, 3))
+    table = nn.Parameter(usual.table.weight.detach().clone())
+    other = Assembled(lambda m, t: m.out(LOOKUPS[way](t, m.table).flatten(1).tanh()), table=table, out=nn.Linear(6, 3))
+    other.out.load_state_dict(usual.out.state_dict())
+    for model in (usual.double(), other.double()):
+        train(recipe(model, CE, estimate=EXACT), model, 5, tokens, y)
+    assert_close(other(tokens).detach(), usual(tokens).detach(), 1e-10)
