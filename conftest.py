@@ -29,7 +29,7 @@ if "NATGRAD_MARGINS" in os.environ:  # a file: how near each comparison is to it
 # A fuzzer's cases are the same on every run of the suite; `--hypothesis-profile=long` draws fresh ones, and more.
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "suite", max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=SLOW
+    "suite", max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=SLOW
 )
 settings.register_profile("long", max_examples=2000, deadline=None, database=None, suppress_health_check=SLOW)
 settings.load_profile("suite")

@@ -166,11 +166,10 @@ def test_retractions_start_as_geodesics_do_and_stay_inside(case):
     v, h = tangent(manifold, point, 7), 1e-4
     near = (manifold.retract(point, h * v) - manifold.retract(point, -h * v)) / (2 * h)
     assert_close(near, v, rtol=1e-5, atol=1e-6)
-    for size in (1e1, 1e4, 1e12, 1e200):
-        for sign in (-1, 1):
-            end = manifold.retract(point, sign * size * v)
-            assert bool(manifold.inside(end).all())
-            assert bool(torch.isfinite(manifold.retract(end, manifold.project(end, size * v))).all())
+    for size in (1e1, -1e1, 1e4, -1e12, 1e200, -1e200):
+        end = manifold.retract(point, size * v)
+        assert bool(manifold.inside(end).all())
+        assert bool(torch.isfinite(manifold.retract(end, manifold.project(end, abs(size) * v))).all())
 
 
 @pytest.mark.parametrize("case", CASES)
