@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.rules import spectral_descent
 
-STEPS = {"kfac": 6, "Levenberg-Marquardt": 6}  # as many as two of its readings take; 3 of every other
+STEPS = {"kfac": 6, "Levenberg-Marquardt": 6}  # as many as two of its readings take; 2 of every other
 OPTIMISERS: dict[str, Any] = {
     "kfac": ng.kfac,
     "ekfac": ng.ekfac,
@@ -58,7 +58,7 @@ def test_steps_on_another_device_are_those_of_the_cpu(name: str, monkeypatch: py
     generator = torch.Generator().manual_seed(0)
     batches = [
         (torch.randn(6, 2, 6, 6, generator=generator).double(), torch.randint(3, (6,), generator=generator))
-        for _ in range(STEPS.get(name, 3))
+        for _ in range(STEPS.get(name, 2))
     ]
     # on a CPU one inverse takes the place of five iterations of a polar factor
     monkeypatch.setattr(spectral_descent, "polish_by_resolvent", lambda x: spectral_descent.polish(x / 1.01, 5))

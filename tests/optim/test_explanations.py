@@ -35,7 +35,7 @@ def fisher_steps(**choices: Any) -> Make:
     return lambda model: ng.NaturalGradient(model, ng.fisher(model, CE), **choices)
 
 
-def train(make: Make, steps: int = 20, schedule: Any = None) -> Any:
+def train(make: Make, steps: int = 10, schedule: Any = None) -> Any:
     """The loss after some steps, what the optimizer says then, and the optimizer."""
     opt = make(model := net())
     scheduler = schedule(opt) if schedule else None
@@ -49,9 +49,9 @@ def train(make: Make, steps: int = 20, schedule: Any = None) -> Any:
 def test_a_weight_decay_at_the_size_of_the_steps_is_told():
     """AdamW's .1 is multiplied by a rate of 1 here."""
     with pytest.warns(UserWarning, match=r"shrinks weights by 10\.0% in each step") as records:
-        strong, text, _ = train(kfac(weight_decay=0.1))
+        strong, text, _ = train(kfac(weight_decay=0.1), 20)
     assert len(records) == 1
-    weak, silent, _ = train(kfac(weight_decay=1e-4))
+    weak, silent, _ = train(kfac(weight_decay=1e-4), 20)
     assert strong > weak
     assert "shrinks weights by 10.0% in each step. Try: a smaller weight_decay" in text
     assert "weight_decay" not in silent
@@ -193,7 +193,7 @@ def fit_noise(
 
 def test_a_rate_that_falls_helps_where_noise_limits_the_loss():
     """Losses of single batches rise and fall by chance, and what is said does not."""
-    looks = (250, 300, 500)
+    looks = (150, 200, 250)
     constant, automatic = fit_noise(looks), fit_noise(looks, "auto")
     for _, text in constant:
         assert "mini-batch noise is larger than the gradient, so steps are spectral" in text

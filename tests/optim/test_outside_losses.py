@@ -68,7 +68,7 @@ def train(opt: Any, model: nn.Module, whole: Callable[..., Tensor], steps: int) 
 )
 def test_every_structure_is_bounded_at_every_rate(recipe, rate):
     model = build_vae()
-    losses = torch.tensor(train(recipe(model, nn.BCEWithLogitsLoss(), lr=rate), model, divergence, 60))
+    losses = torch.tensor(train(recipe(model, nn.BCEWithLogitsLoss(), lr=rate), model, divergence, 40))
     assert losses.max() < 1.2 * losses[0]
     assert losses[-10:].mean() < losses[0]
 
@@ -186,7 +186,7 @@ PENALTIES = {"slopes": slopes, "sizes": sizes, "one layer": away}
 
 
 def train_judged(
-    recipe: str, penalty: Callable[[nn.Module], Tensor], closed: bool, steps: int = 20
+    recipe: str, penalty: Callable[[nn.Module], Tensor], closed: bool, steps: int = 12
 ) -> tuple[Any, list[float]]:
     model = mlp(4, 8, 1)
     opt, values = LOOKING[recipe](model, BITS), list[float]()
