@@ -15,7 +15,7 @@ from natgrad_lab.papers.malago_2023 import flows, points
 from natgrad_lab.papers.malago_2023.printed_toy import measure_difference, print_value
 from natgrad_lab.report import build
 
-FEW = flows.MalagoFlowSettings(starts=2, steps=4, lattice=3, span=0.4)
+FEW = flows.MalagoFlowSettings(starts=2, steps=3, lattice=2, span=0.2)
 LITTLE = points.MalagoPointSettings(problems=2, starts=2, bits=3, time=1.0)
 STUDIES = "toy", "polynomials", "quadratic", "kl_balls", "polarization", "convergence"
 
