@@ -45,9 +45,9 @@ def pair(names: Iterable[Any], others: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def cross(whole: Iterable[Any], rest: Iterable[Any], cases: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Each of `whole` with every case. The rest, whose way through the code is theirs, have two cases each, in turn."""
+    """Each of `whole` with every case. The rest, whose way through the code is theirs, have a case each, in turn."""
     cases = list(cases)
-    some = [(each, cases[(2 * i + k) % len(cases)]) for i, each in enumerate(rest) for k in range(2)]
+    some = [(each, cases[2 * i % len(cases)]) for i, each in enumerate(rest)]
     return [(each, case) for each in whole for case in cases] + some
 
 
