@@ -63,14 +63,14 @@ def test_the_natural_flow_is_the_same_in_all_coordinates(one):
     ours = flow(F, TOY, mu0, times, MU)
     assert_close(ours.points, expected_points, rtol=0, atol=1e-8)
     assert ours.status == "end"
-    in_theta = flow(F, TOY, theta0, times[:3])
-    assert_close(torch.sigmoid(2 * in_theta.points), expected_points[:3], rtol=0, atol=1e-8)
+    in_theta = flow(F, TOY, theta0, times[:2])
+    assert_close(torch.sigmoid(2 * in_theta.points), expected_points[:2], rtol=0, atol=1e-8)
     in_eta = flow(F, TOY, 2 * mu0 - 1, times[:2], expectation_coordinates(TOY))
     assert_close((in_eta.points + 1) / 2, expected_points[:2], rtol=0, atol=1e-8)
     mine = FlowCoordinates("mine", lambda xi: xi + xi**3 / 3)
     start = point(*[_cubic(t) for t in theta0.tolist()])
-    in_mine = flow(F, TOY, start, times[:3], mine)
-    assert_close(torch.sigmoid(2 * mine.theta(in_mine.points)), expected_points[:3], rtol=0, atol=1e-8)
+    in_mine = flow(F, TOY, start, times[:2], mine)
+    assert_close(torch.sigmoid(2 * mine.theta(in_mine.points)), expected_points[:2], rtol=0, atol=1e-8)
     assert bool((ours.values.diff() < 0).all())
 
 
