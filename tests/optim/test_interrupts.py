@@ -64,7 +64,7 @@ def prepare(name: str, saved: Any) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str):
     saved, place = snapshot(prepare(name, None)), list(CASES).index(name)
-    opt, _ = assert_whole_or_nothing(lambda: prepare(name, saved), 1 + 17 * place, 211, range(-60 + place, 1, 7))
+    opt, _ = assert_whole_or_nothing(lambda: prepare(name, saved), 1 + 17 * place, 397, range(-60 + place, 1, 7))
     assert opt.state_report().refused == ("refused" in name)
 
 
@@ -243,7 +243,7 @@ def test_a_flat_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: 
         return opt
 
     place = list(WHOLE).index(name)
-    _, lines = assert_whole_or_nothing(prepare, 1 + 101 * place, 1009, range(-50 + place, 1, 5))
+    _, lines = assert_whole_or_nothing(prepare, 1 + 101 * place, 2003, range(-50 + place, 1, 5))
     assert lines > 100
 
 

@@ -100,7 +100,7 @@ def test_accelerate_loads_the_state_that_it_saved(recipe):
         assert torch.equal(train(*parts), end)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(("recipe", "by_hand"), [(ng.kfac, False), (ng.hessian_free, True)], indirect=["recipe"])
 def test_lightning_fits_on_from_a_checkpoint(recipe, by_hand):
     L = need("lightning")
 
@@ -159,7 +159,7 @@ def test_ignite_loads_its_objects(recipe):
         assert torch.equal(flat(fresh["model"]), end)
 
 
-@pytest.mark.parametrize("finished", [False, True], ids=["not fitted", "fitted"])
+@pytest.mark.parametrize(("recipe", "finished"), [(ng.kfac, True), (ng.hessian_free, False)], indirect=["recipe"])
 def test_skorch_goes_to_other_processes_and_loads_its_parameters(recipe, finished):
     """As `GridSearchCV(n_jobs=2)` sends an estimator, and `cross_validate` one back that was fitted."""
     x, y = load_batches().dataset.tensors  # type: ignore[attr-defined]
