@@ -53,10 +53,8 @@ import natgrad
 assert natgrad.residuals is field and natgrad.laplacian is field.laplacian
 """
     orders = (
-        "import natgrad as ng; call = field = ng.residuals",
         "import natgrad.residuals as field; call = field",
         "from natgrad import residuals as field; call = field",
-        "from natgrad.residuals import residuals as call; import natgrad.residuals as field",
         "import natgrad as ng; ng.laplacian; call = field = ng.residuals",
         "from natgrad.residuals import laplacian; import natgrad as ng; call = field = ng.residuals",
     )
