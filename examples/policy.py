@@ -19,6 +19,6 @@ def tell(agent: ng.TRPO) -> None:
     )
 
 
-agent.learn(8_000, callback=tell)
+agent.learn(4_800, callback=tell)
 returns = agent.evaluate(gym.make("CartPole-v1"), episodes=5)
 print(f"five episodes without exploration: {returns}")

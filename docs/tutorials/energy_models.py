@@ -61,7 +61,7 @@ score = ng.Score(energy)  # the module x -> d log p / dx
 sigma = 0.15
 opt = ng.kfac(score, nn.MSELoss())
 losses = []
-for _ in range(250):
+for _ in range(160):
     z = torch.randn(256, 2)
     batch = data[torch.randint(len(data), (256,))]
     opt.zero_grad()

@@ -40,7 +40,7 @@ before = float(bars_machine.log_likelihood(data[:300], samples=200).mean())
 trainer = ng.NaturalWakeSleep(bars_machine, lr=0.2, samples=5)
 generator = torch.Generator().manual_seed(1)
 bounds = []
-for _ in range(600):
+for _ in range(400):
     batch = data[torch.randint(len(data), (100,), generator=generator)]
     bounds.append(float(trainer.step(batch)))
 p = data.mean()

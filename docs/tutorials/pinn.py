@@ -53,7 +53,7 @@ boundary = torch.cat([torch.cat(pair, 1) for pair in ((side, zero), (side, one),
 # %%
 net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 1))
 opt = ng.residuals(net, terms)
-losses = [float(opt.step(inside=inside, boundary=boundary)) for _ in range(120)]
+losses = [float(opt.step(inside=inside, boundary=boundary)) for _ in range(80)]
 print(opt.losses)
 print(opt.state_report())
 
@@ -101,7 +101,7 @@ terms = {
 }
 opt = ng.residuals({"u": net, "k": k}, terms)
 sensors = torch.rand(50, 2)
-for _ in range(120):
+for _ in range(80):
     opt.step(inside=inside, data=(sensors, solution(sensors)))
 print(f"k = {k.item():.5f}")
 assert abs(k.item() - 1) < 1e-2

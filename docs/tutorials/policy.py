@@ -31,7 +31,7 @@ envs = [gym.make("CartPole-v1") for _ in range(8)]
 
 # %%
 agent = ng.TRPO(policy, envs, radius=0.02, batch=800, seed=0)
-history = agent.learn(8_000)
+history = agent.learn(5_600)
 print(f"return {history['return'][0]:.0f} at first, {history['return'][-1]:.0f} at the end")
 assert max(history["kl"]) <= 0.02
 assert history["return"][-1] > 2 * history["return"][0]
@@ -78,7 +78,7 @@ with torch.no_grad():
 figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
 shown = axes.contourf(angle, speed, right_chance, torch.linspace(0, 1, 11), cmap="Greys")
 figure.colorbar(shown, label="probability of pushing right")
-axes.set(xlabel="angle of the pole, rad", ylabel="angular speed, rad/s", title="The policy after 8000 steps")
+axes.set(xlabel="angle of the pole, rad", ylabel="angular speed, rad/s", title="The policy after 5600 steps")
 plt.show()
 
 # %% [markdown]

@@ -70,7 +70,8 @@ plt.show()
 
 # %%
 model = make_model()
-bounded = train(model, ng.kfac(model, nn.MSELoss(), max_kl=1e-7))
+bounded_opt = ng.kfac(model, nn.MSELoss(), max_kl=1e-7)
+bounded = train(model, bounded_opt)
 print(
     f"loss {bounded[0].loss:.3f} -> {bounded[-1].loss:.3f}, kl of the last steps", [f"{r.kl:.1e}" for r in bounded[-3:]]
 )
@@ -111,9 +112,9 @@ assert torch.equal(before, model[0].weight)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-for scale, style in ((1.0, "-"), (1000.0, "--")):
-    model = make_model()
-    reports = train(model, ng.kfac(model, nn.MSELoss()), scale=scale)
+model = make_model()
+large = train(model, ng.kfac(model, nn.MSELoss()), scale=1000.0)
+for scale, reports, style in ((1.0, healthy, "-"), (1000.0, large, "--")):
     relative = [r.loss / reports[0].loss for r in reports]
     axes.plot(relative, style, label=f"targets times {scale:g}")
 axes.set(yscale="log", xlabel="step", ylabel="loss relative to the first", title="A curve from 256 points, ng.kfac")
@@ -141,11 +142,8 @@ for damping in (1e-2, 1e4):
 # first fault, where `max_kl` is far too small.
 
 # %%
-model = make_model()
-opt = ng.kfac(model, nn.MSELoss(), max_kl=1e-7)
-train(model, opt)
-print(opt.explain())
-assert "Try: a larger max_kl (now 1e-07)" in opt.explain()
+print(bounded_opt.explain())
+assert "Try: a larger max_kl (now 1e-07)" in bounded_opt.explain()
 
 # %% [markdown]
 # ## What to do when it does not learn
