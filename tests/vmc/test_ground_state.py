@@ -40,7 +40,7 @@ JOBS = {
 def test_the_energy_comes_down_to_the_exact_one(name):
     job = JOBS[name]()
     exact = vmc.lowest_energy(job.hamiltonian)
-    energies = job.run(60)
+    energies = job.run(25)
     last = energies[-1]
     assert abs(last.mean - exact) < 4 * last.error + 0.02 * abs(exact)
     assert last.mean < energies[0].mean - 0.5
