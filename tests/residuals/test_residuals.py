@@ -89,8 +89,9 @@ def jacobian_by_definition(term, net: nn.Module, x: Tensor) -> tuple[Tensor, Ten
     return values, torch.stack(rows, dim=1)
 
 
-@pytest.mark.parametrize("name", TERMS)
-@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, [*NETS][(i + k) % len(NETS)]) for i, name in enumerate(TERMS) for k in (0, 3, 5)]
+)
 def test_residuals_and_jacobian_are_those_of_the_term(name: str, kind: str):
     net, x = NETS[kind](), draw(3)
     opt = ng.residuals(net, {"inside": TERMS[name]}, weights={"inside": 3.0})
