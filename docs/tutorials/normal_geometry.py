@@ -141,22 +141,21 @@ def descend(start: torch.Tensor, natural_gradient: bool, steps: int = 100, rate:
     path = [start]
     for _ in range(steps):
         at = path[-1].clone().requires_grad_()
-        (g,) = torch.autograd.grad(objective(at), at)
+        (g,) = torch.autograd.grad(objective(at).sum(), at)
         direction = plane.natural(path[-1], g) if natural_gradient else g
         path.append(plane.retract(path[-1], -rate * direction))
     return torch.stack(path)
 
 
-starts = [point(-2.5, 1.2), point(-0.5, 2.0), point(0.5, 0.5), point(2.5, 1.5)]
+starts = torch.stack([point(-2.5, 1.2), point(-0.5, 2.0), point(0.5, 0.5), point(2.5, 1.5)])
 m, s = torch.linspace(-3, 3, 120).double(), torch.linspace(0.02, 2.4, 120).double()
 values = objective(torch.cartesian_prod(m, s)).reshape(120, 120).T
 figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
 for ax, is_natural in zip(axes, (True, False), strict=True):
     ax.contour(m, s, values, torch.linspace(-6, 20, 27).tolist(), colors="0.75", linewidths=0.6)
-    for start in starts:
-        path = descend(start, is_natural)
+    for path in descend(starts, is_natural).unbind(1):
         ax.plot(*path.T, "-", color="#1d4ed8")
-        ax.plot(*start, "o", color="#1b1f24")
+        ax.plot(*path[0], "o", color="#1b1f24")
     ax.set(title="Natural gradient" if is_natural else "Euclidean gradient", xlabel="mean", xlim=(-3, 3), ylim=(0, 2.4))
 axes[0].set(ylabel="standard deviation")
 plt.show()
