@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from layer_blocks import assert_blocks
-from models import Assembled, Case, assert_close, draw, reference_metric
+from models import Assembled, Case, assert_close, cross, draw, reference_metric
 from optim_models import CE, iterate, train
 from torch import Tensor, nn
 
@@ -143,10 +144,16 @@ def transpose(kind: str, matrix: Tensor, shift: Tensor) -> nn.Module:
     return layer
 
 
-@pytest.mark.parametrize("rule", [None, SpectralProgress()])
-@pytest.mark.parametrize("kind", ["convolution", "registered", "transformers"])
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.unitwise, ng.diagonal])
-def test_a_matrix_stored_the_other_way_round_takes_the_same_steps(recipe: Any, kind: str, rule: Any):
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    cross(
+        [ng.kfac, ng.ekfac],
+        [ng.unitwise, ng.diagonal],
+        product(["convolution", "registered", "transformers"], [None, SpectralProgress()]),
+    ),
+)
+def test_a_matrix_stored_the_other_way_round_takes_the_same_steps(recipe: Any, how: tuple[str, Any]):
+    kind, rule = how
     torch.manual_seed(0)
     usual = nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     layers = [transpose(kind, layer.weight.detach(), layer.bias.detach()) for layer in (usual[0], usual[2])]
