@@ -108,8 +108,7 @@ def test_steps_raise_the_likelihood():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"damping": 0.0}, "damping"), ({"momentum": 1.0}, "momentum"), ({"sweeps": 0}, "sweeps")],
+    ("options", "message"), [({"damping": 0.0}, "damping"), ({"momentum": 1.0}, "momentum"), ({"sweeps": 0}, "sweeps")]
 )
 def test_bad_numbers_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

@@ -149,9 +149,7 @@ def test_an_optimiser_finds_the_examples_of_the_loss(module):
         log_p, (params, x) = two_layers, vector_case("score_matching_n3")
     opt = ng.NaturalGradient(log_p if module else params, ng.score_metric(log_p), lr=0.1, damping=0.1)
     direct = ng.natural_gradient(
-        ng.score_metric(log_p).at(params, x),
-        gradient(ng.score_matching_loss(log_p, params, x), params),
-        damping=0.1,
+        ng.score_metric(log_p).at(params, x), gradient(ng.score_matching_loss(log_p, params, x), params), damping=0.1
     ).value
     before = Space(params).flatten({name: p.detach().clone() for name, p in params.items()})
     ng.score_matching_loss(log_p, params, x).backward()

@@ -198,10 +198,7 @@ def test_a_mean_far_from_the_start_is_reached(metric: Any, mean: float) -> None:
 DOMAINS: dict[str, tuple[Callable[..., Any], Params]] = {
     "Beta": (lambda p: Beta(p["a"], p["b"]), {"a": ZERO + 1, "b": ZERO + 1}),
     "Beta of one row": (lambda p, y: Beta(p["a"], p["b"]).log_prob(y), {"a": ZERO + 1, "b": ZERO + 1}),
-    "Dirichlet": (
-        lambda p: Dirichlet(torch.stack([p["a"], p["b"]])),
-        {"a": ZERO + 1, "b": ZERO + 1},
-    ),
+    "Dirichlet": (lambda p: Dirichlet(torch.stack([p["a"], p["b"]])), {"a": ZERO + 1, "b": ZERO + 1}),
 }
 
 

@@ -11,14 +11,7 @@ from models import F64, draw
 from torch import Tensor
 from torch.testing import assert_close
 
-from natgrad.families import (
-    Ising,
-    MarkovField,
-    PseudoLikelihood,
-    RatioMatching,
-    StochasticLikelihood,
-    Tempering,
-)
+from natgrad.families import Ising, MarkovField, PseudoLikelihood, RatioMatching, StochasticLikelihood, Tempering
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -17,10 +17,7 @@ from natgrad.families.special_functions import log_gamma
 
 mp.mp.dps = 50
 X = torch.cat([torch.logspace(-8, 8, 161, dtype=F64), torch.linspace(0.5, 30, 119, dtype=F64)])
-MODES = {
-    "forward": lambda f: lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
-    "backward": torch.func.grad,
-}
+MODES = {"forward": lambda f: lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1], "backward": torch.func.grad}
 FORWARD_TWICE = lambda f: torch.func.jacfwd(torch.func.jacfwd(f))  # noqa: E731
 FAMILIES = {"gamma": Gamma(), "beta": Beta(), "dirichlet": Dirichlet(3)}
 

@@ -161,10 +161,7 @@ F = tensor([1.0, 2.0, 3.0, 4.0])
         (lambda: ng.natural_gradient_of_mean(BITS, ZERO, F, X, method="regression", baseline=1.0), ("baseline",)),
         (lambda: ng.natural_gradient_of_mean(BITS, ZERO, F, X, baseline="worst"), ("'worst'", "optimal")),
         (lambda: ng.natural_gradient_of_mean(BITS, ZERO, F, X, log_weights=F[:2]), ("(2,)", "(4,)")),
-        (
-            lambda: ng.natural_gradient_of_mean(BITS, ZERO, F, X, log_weights=F, sampled_from=ZERO),
-            ("one of them",),
-        ),
+        (lambda: ng.natural_gradient_of_mean(BITS, ZERO, F, X, log_weights=F, sampled_from=ZERO), ("one of them",)),
         (
             lambda: ng.natural_gradient_of_mean(BITS, ZERO, F, X, sampled_from=torch.zeros(3, 2)),
             ("one theta per draw",),

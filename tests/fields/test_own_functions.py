@@ -77,10 +77,7 @@ def test_a_constraint_of_points():
     u, x = HardConstraint(net, distance, lambda x: x[:, 1:]), tensor(0.2, 0.7)
     assert_close(u(x), u(x.unsqueeze(0))[0])
     assert ng.laplacian(u, x).shape == (1,)
-    terms = {
-        "inside": lambda u, x: ng.laplacian(u, x) - 1,
-        "odd": lambda u, x: ng.grad(u, x).sum() * u(x + 0.1).norm(),
-    }
+    terms = {"inside": lambda u, x: ng.laplacian(u, x) - 1, "odd": lambda u, x: ng.grad(u, x).sum() * u(x + 0.1).norm()}
     ng.residuals(u, terms).step(inside=draw(4, 2), odd=draw(3, 2))
 
 

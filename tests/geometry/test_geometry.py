@@ -74,11 +74,7 @@ CASES = {
     "theta of counts": (fisher_rao(ng.Poisson(2)), draw(3, 2), draw(3, 2, seed=1)),
     "theta of classes": (fisher_rao(ng.Categorical(4)), draw(3, 4), draw(3, 4, seed=1)),
     "theta of draws": (fisher_rao(ng.Multinomial(5, 3)), draw(3, 3), draw(3, 3, seed=1)),
-    "theta of classes, one held": (
-        fisher_rao(ng.SubModel(ng.Categorical(3), [0, 2])),
-        draw(3, 2),
-        draw(3, 2, seed=1),
-    ),
+    "theta of classes, one held": (fisher_rao(ng.SubModel(ng.Categorical(3), [0, 2])), draw(3, 2), draw(3, 2, seed=1)),
     "theta of independent normals": (
         fisher_rao(DiagonalNormal(2)),
         *(torch.cat([draw(3, 2, seed=s), -draw(3, 2, seed=s + 1).exp()], -1) for s in (0, 5)),

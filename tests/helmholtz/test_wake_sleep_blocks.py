@@ -13,14 +13,7 @@ from models import F64, assert_close, tensor
 
 import natgrad as ng
 from natgrad.helmholtz import Classic, Reweighted
-from natgrad.helmholtz.blocks import (
-    FEW,
-    UnitBlocks,
-    draw_places,
-    find_shortening,
-    shorten_directions,
-    thin_rows,
-)
+from natgrad.helmholtz.blocks import FEW, UnitBlocks, draw_places, find_shortening, shorten_directions, thin_rows
 from natgrad.helmholtz.units import LogisticRows, activate_generation
 from natgrad.operators import Units
 

@@ -72,10 +72,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "nested tensor",
     ),
     "an ode of another order": (lambda: ng.residuals(NET, {"inside": ode}).step(inside=X), r"term\(u, x\)"),
-    "a pde of DeepXDE's": (
-        lambda: ng.residuals(NET, {"inside": pde}).step(inside=X),
-        r"term\(u, x\)",
-    ),
+    "a pde of DeepXDE's": (lambda: ng.residuals(NET, {"inside": pde}).step(inside=X), r"term\(u, x\)"),
     "an argument of another package": (lambda: ng.minimize(lambda x: x.sum(), [0.0], sigma=1.0), "no argument 'sigma'"),
     "a shift of NetKet's": (
         lambda: ng.stochastic_reconfiguration(ng.LogAmplitude(ng.vmc.RBM(3)), diag_shift=1e-3),

@@ -70,9 +70,7 @@ def test_an_optimizer_takes_the_exact_squares():
     torch.manual_seed(0)
     x, y = torch.randn(40, T, D), torch.randint(2, (40,))  # more examples than groups of them
     net = Assembled(
-        lambda m, x: m.head((x + m.place).tanh().mean(1)),
-        place=nn.Parameter(torch.zeros(T, D)),
-        head=nn.Linear(D, 2),
+        lambda m, x: m.head((x + m.place).tanh().mean(1)), place=nn.Parameter(torch.zeros(T, D)), head=nn.Linear(D, 2)
     )
     opt = ng.kfac(net, nn.CrossEntropyLoss(), estimate=ng.ExactLabels())
     logits = net(x)

@@ -176,10 +176,7 @@ def basis_of(part: Tiled) -> Tensor:
 # the optimizer
 
 
-STRUCTURES = [
-    ng.Kronecker(0.9, largest=2, factored=True),
-    ng.EigenKronecker(0.9, largest=2, stale=0.5),
-]
+STRUCTURES = [ng.Kronecker(0.9, largest=2, factored=True), ng.EigenKronecker(0.9, largest=2, stale=0.5)]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)

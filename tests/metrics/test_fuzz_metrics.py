@@ -126,14 +126,7 @@ def test_fuzz_every_form_of_the_fisher_is_its_definition(net: Net, name: str, ch
     state = copy.deepcopy(net.model.state_dict())
     expected, size = fisher_by_definition(net, name)
     params, unchunked = ng.trainable(net.model), chunk is None or net.mixes or net.inputs.__class__ is tuple
-    second = net.kind in (
-        "attention",
-        "encoder",
-        "pooled",
-        "recurrent",
-        "sequence",
-        "graph",
-    )  # examples may be second
+    second = net.kind in ("attention", "encoder", "pooled", "recurrent", "sequence", "graph")  # examples may be second
     chunk = None if unchunked or second else chunk
     operator = ng.fisher(net.model, LIKELIHOODS[name], chunk_size=chunk).at(params, net.inputs)
     block = draw(len(expected), 2, seed=1)

@@ -11,19 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    CASES,
-    F64,
-    X3,
-    Assembled,
-    Tied,
-    affine,
-    assert_close,
-    build_seeded,
-    draw,
-    mlp,
-    reference_metric,
-)
+from models import CASES, F64, X3, Assembled, Tied, affine, assert_close, build_seeded, draw, mlp, reference_metric
 from torch import Tensor, nn
 
 import natgrad as ng

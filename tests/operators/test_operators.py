@@ -270,10 +270,7 @@ BAD = {
         lambda: SharedBasis(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)),
         "basis has shape (2, 3)",
     ),
-    "a basis without a rest": (
-        lambda: SharedBasis(torch.eye(2), torch.ones(4, 2), torch.ones(3)),
-        "rest (3,)",
-    ),
+    "a basis without a rest": (lambda: SharedBasis(torch.eye(2), torch.ones(4, 2), torch.ones(3)), "rest (3,)"),
     "a basis for units that see different columns": (
         lambda: SharedRows(torch.ones(3, 2), torch.ones(4, 3), torch.ones(4, 2)).spectral(2),
         "mask",

@@ -14,10 +14,7 @@ import natgrad as ng
 
 def split_parameters(model: Any) -> list[dict[str, Any]]:
     """The last layer first, with a rate and a decay of its own."""
-    return [
-        {"params": model[2].parameters(), "lr": 0.2, "weight_decay": 0.1},
-        {"params": model[0].parameters()},
-    ]
+    return [{"params": model[2].parameters(), "lr": 0.2, "weight_decay": 0.1}, {"params": model[0].parameters()}]
 
 
 def flat_optimizer(metric: Callable[..., Any] = ng.fisher, **options: Any) -> Callable[[nn.Module], Any]:

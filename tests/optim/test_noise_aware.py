@@ -21,13 +21,7 @@ from natgrad.layers import Seen
 from natgrad.optim.block_step import follow_signal, signal_sums
 from natgrad.optim.state import Noise
 from natgrad.rules import BlockPoint, MeasuredLength, NoiseAware, SpectralDescent, SpectralProgress
-from natgrad.rules.spectral_descent import (
-    apply_root,
-    polar,
-    polish,
-    table_rows,
-    whitener,
-)
+from natgrad.rules.spectral_descent import apply_root, polar, polish, table_rows, whitener
 
 F64 = torch.float64
 SAFE = ng.Relative(0.03, per="block", whole=1.0)

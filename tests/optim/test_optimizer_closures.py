@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import assert_close, build_seeded, cross, draw, pair
-from optim_models import (
-    CE,
-    Closure,
-    X,
-    Y,
-    build,
-    flat,
-    flat_gradient,
-    iterate,
-    move_copy,
-    net,
-)
+from optim_models import CE, Closure, X, Y, build, flat, flat_gradient, iterate, move_copy, net
 from torch import Tensor, nn
 
 import natgrad as ng

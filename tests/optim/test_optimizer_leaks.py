@@ -205,7 +205,7 @@ WAYS = {
     ],
 }
 KINDS: dict[str, Any] = {recipe.__name__: recipe for recipe in RECIPES} | {
-    "sampled": lambda model, loss, **options: ng.NaturalGradient(model, ng.sampled_fisher(model, loss), **options),
+    "sampled": lambda model, loss, **options: ng.NaturalGradient(model, ng.sampled_fisher(model, loss), **options)
 }
 
 

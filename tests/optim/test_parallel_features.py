@@ -95,12 +95,7 @@ def build_rows() -> nn.Module:
 def sequence_parts() -> dict[str, Any]:
     """Positions shared out between the layers that are shared out by columns and rows."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     model = build_seeded(MODELS["sequence parts"])
     plan = {

@@ -154,12 +154,7 @@ def snapshot(value: Any) -> Any:
 
 def all_states(net: nn.Module) -> list[Any]:
     """What a network and the global generators hold."""
-    return [
-        snapshot(net),
-        random.getstate(),
-        snapshot(list(LEGACY.get_state())),
-        torch.get_rng_state().tolist(),
-    ]
+    return [snapshot(net), random.getstate(), snapshot(list(LEGACY.get_state())), torch.get_rng_state().tolist()]
 
 
 def make(source: str) -> tuple[Net, list[float]]:

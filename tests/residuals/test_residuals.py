@@ -113,9 +113,7 @@ def two_terms(net: nn.Module | None = None) -> tuple[ng.residuals.ResidualOptimi
 def build_scaled() -> nn.Module:
     """A perceptron times a parameter that lies in no layer."""
     return Assembled(
-        lambda m, x: m.net(x * m.scale),
-        net=build_net(1),
-        scale=nn.Parameter(torch.tensor([1.5, -0.5]).double()),
+        lambda m, x: m.net(x * m.scale), net=build_net(1), scale=nn.Parameter(torch.tensor([1.5, -0.5]).double())
     )
 
 
@@ -144,11 +142,7 @@ def test_operator_passes_its_checks():
 
 
 def test_networks_and_coefficients_in_one_call():
-    net, flow, k = (
-        build_net(1),
-        build_net(2),
-        nn.Parameter(torch.tensor([0.3, 2.0], dtype=torch.float64)),
-    )
+    net, flow, k = (build_net(1), build_net(2), nn.Parameter(torch.tensor([0.3, 2.0], dtype=torch.float64)))
     term = lambda u, v, k, x: k[0] * ng.laplacian(u, x) + k[1] * ng.divergence_of(v, x) * u(x)  # noqa: E731
     opt = ng.residuals({"u": net, "v": flow, "k": k}, {"inside": term})
     x, params = draw(3), ng.trainable(opt.model)
@@ -305,11 +299,7 @@ def test_unusable_points_are_refused(points, error, words):
         ((3, TERMS), TypeError, "net is int"),
         (({"u": 3.0}, TERMS), TypeError, "wrap a number"),
         (({"u": build_net(1), "k": 3.0}, TERMS), TypeError, r"tensor\(1\.0, dtype=torch\.float64\)"),
-        (
-            ({"k": nn.Parameter(torch.ones(2)), "u": build_net(1)}, TERMS),
-            ValueError,
-            r"net\['k'\] is torch\.float32",
-        ),
+        (({"k": nn.Parameter(torch.ones(2)), "u": build_net(1)}, TERMS), ValueError, r"net\['k'\] is torch\.float32"),
         (({"u": build_net(1), "v": nn.Linear(2, 1)}, TERMS), ValueError, r"v\.to\(torch\.float64\)"),
         (({}, TERMS), ValueError, "net is empty"),
         ((build_net(1), {}), TypeError, "expected a dict of functions"),

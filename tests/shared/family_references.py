@@ -543,11 +543,7 @@ CASES: dict[str, Case] = {
         ng.Categorical(4), logits(4), lambda t, x: mp.log(shares(t)[int(x[0])]), classes_entropy, classes_kl
     ),
     "multinomial": Case(
-        ng.Multinomial(5, 3),
-        logits(3),
-        multinomial_log_prob,
-        multinomial_entropy(5),
-        lambda t, o: 5 * classes_kl(t, o),
+        ng.Multinomial(5, 3), logits(3), multinomial_log_prob, multinomial_entropy(5), lambda t, o: 5 * classes_kl(t, o)
     ),
     "counts": Case(
         ng.Poisson(2),

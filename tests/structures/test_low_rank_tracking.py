@@ -9,14 +9,7 @@ import torch
 from models import F64, assert_close, draw
 from torch import Tensor
 
-from natgrad.structures.online_low_rank import (
-    FLOOR,
-    Tracked,
-    first,
-    orthonormal,
-    start,
-    track_rows,
-)
+from natgrad.structures.online_low_rank import FLOOR, Tracked, first, orthonormal, start, track_rows
 
 
 def state(size: int = 9, rank: int = 3, seed: int = 5) -> Tracked:

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
-from natgrad.variational import (
-    Draws,
-    GaussHermite,
-    Projected,
-    Sobol,
-    Variational,
-    inducing,
-    variational,
-)
+from natgrad.variational import Draws, GaussHermite, Projected, Sobol, Variational, inducing, variational
 
 G = torch.Generator().manual_seed(0)
 A = torch.randn(30, 4, dtype=F64, generator=G)
@@ -215,11 +207,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "its value": (lambda: variational(lambda z: z, 4), ValueError, "log_joint returned"),
     "a number": (lambda: variational(lambda z: 3.0, 4), ValueError, "log_joint returned float.*expected a tensor"),  # pyright: ignore
     "an array": (lambda: variational(lambda z: z.numpy().sum(-1), 4), ValueError, "log_joint returned float64"),
-    "its dtype": (
-        lambda: variational(regression, torch.zeros(4)),
-        ValueError,
-        "fails for z .*float32.*of your data",
-    ),
+    "its dtype": (lambda: variational(regression, torch.zeros(4)), ValueError, "fails for z .*float32.*of your data"),
     "words": (lambda: variational(regression, ["a"]), ValueError, "start is"),  # pyright: ignore
     "points": (lambda: variational(regression, 4, points=3), TypeError, "points is 3"),  # pyright: ignore
     "a grid too large": (lambda: variational(regression, 4, points=GaussHermite(40)).step(), ValueError, "use Sobol"),

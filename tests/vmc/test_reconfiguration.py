@@ -7,15 +7,7 @@ import torch
 from models import F64, assert_close
 from optim_models import pass_through_file
 from torch import Tensor, nn
-from wave_functions import (
-    WAVES,
-    ComplexRBM,
-    all_spins,
-    draw_hermitian,
-    enumerate_state,
-    flat_parameters,
-    tanh_net,
-)
+from wave_functions import WAVES, ComplexRBM, all_spins, draw_hermitian, enumerate_state, flat_parameters, tanh_net
 
 import natgrad as ng
 from natgrad.vmc.reconfiguration import pull_back
