@@ -23,7 +23,7 @@ from natgrad_lab.papers.karakida_2016.page import count_degraded, draw_all, find
 from natgrad_lab.report import build, read_outcome
 
 SMALL = ["runs=2", "examples=60", "held_out=30", "descent_steps=6", "natural_steps=6", "tuned_steps=20", "batch=4"]
-SMALL += ["our_steps=6", "our_single=10", "dtype=float64", "processes=1"]
+SMALL += ["our_steps=6", "our_single=10", "dtype=float64", "processes=1", "rounds=5"]
 STUDIES = runs.TABLE1, runs.FIGURE1, runs.GAP
 
 

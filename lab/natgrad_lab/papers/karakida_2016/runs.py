@@ -55,11 +55,13 @@ class KarakidaSettings(StudySettings):
     own_examples: bool = False  # each run draws its own, in place of one stream for all; not given in the paper
     dtype: str = "float32"  # float32 or float64; at the paper's rate V = exp v has float64 always
     processes: int = 2  # pieces at a time, but for the costs
+    rounds: int = 25  # of the measurement of costs; a fifth of them come first and do not count
 
     def __post_init__(self) -> None:
         check_counts(self, "runs", "examples", "held_out", "descent_steps", "natural_steps", "batch", "our_steps")
         check_counts(self, "every", "processes")
         check_counts(self, "tuned_steps", "our_single", least=10)
+        check_counts(self, "rounds", least=5)
         check_positive(self, "rate", "spread", "pooling", "scale")
         check_word(self, "dtype", DTYPES)
 
@@ -214,17 +216,17 @@ def cost(run: PieceRun) -> Numbers:
     }
     taken: dict[str, list[float]] = {name: [] for name in learners}
     generator = torch.Generator().manual_seed(run.seed)
-    rounds = 25
     with torch.inference_mode():
-        for number in range(rounds):
-            run.advance(number / rounds)
+        for number in range(s.rounds):
+            run.advance(number / s.rounds)
             for name, (learner, batch, steps) in learners.items():
                 drawn = data[torch.randint(s.examples, (steps, batch), generator=generator)]
                 begun = time.perf_counter()
                 for examples in drawn:
                     learner.step(examples.expand(s.runs, -1, -1))
                 taken[name].append((time.perf_counter() - begun) / steps)
-    return {name: statistics.median(seconds[5:]) for name, seconds in taken.items()} | {"rounds": rounds - 5}
+    first = s.rounds // 5
+    return {name: statistics.median(seconds[first:]) for name, seconds in taken.items()} | {"rounds": s.rounds - first}
 
 
 COST = Piece("cost", "Seconds per step", cost, False)
