@@ -33,6 +33,7 @@ DASHES: tuple[Any, ...] = (  # one for each colour: in grey, lines differ by the
     (0, (7, 1.2, 2, 1.2)), (0, (4, 1.2, 1, 1.2, 1, 1.2)), (0, (9, 2.5)), (0, (3, 0.7)),
 )  # fmt: skip
 LETTERS = 13.5  # of a title, to an inch
+DPI = 160  # of a PNG
 STYLE: dict[Any, Any] = {
     "axes.prop_cycle": cycler(color=PALETTE, linestyle=DASHES),
     "axes.titlesize": 11,
@@ -189,7 +190,7 @@ def save(figure: Figure, stem: Path) -> str:
     """Write stem.png and stem.svg; the text of an SVG without a ground, for `inline`."""
     buffer = io.StringIO()
     with mpl.rc_context({**STYLE, "svg.hashsalt": stem.name}):
-        figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
+        figure.savefig(stem.with_suffix(".png"), dpi=DPI, facecolor="white")
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     ground = r'\g<0><rect width="100%" height="100%" fill="white"/>'
@@ -207,7 +208,7 @@ def save_picture(fill: Callable[[Figure], None], size: tuple[float, float], stem
 
     figure = draw(fill_titled, size)
     with mpl.rc_context(STYLE):
-        figure.savefig(stem.with_suffix(".png"), dpi=160, facecolor="white")
+        figure.savefig(stem.with_suffix(".png"), dpi=DPI, facecolor="white")
 
 
 def inline(text: str, name: str, title: str) -> str:
