@@ -70,7 +70,7 @@ def test_statistics_that_can_never_be_used_warn_once_and_then_raise(recipe: Any,
     opt = recipe(model, CE, lr=0.1)
     iterate(opt, model)
     taken = Averages.take
-    monkeypatch.setattr(Averages, "take", lambda self, update, reading, decay: update.fail())
+    monkeypatch.setattr(Averages, "take", lambda self, update, reading: update.fail())
     assert warn_in(opt, model, iterate, WARN - 1) == []
     (text,) = warn_in(opt, model, iterate, STOP - WARN)
     assert "could not be used" in text
