@@ -146,5 +146,5 @@ def read_tokens(node: Any, rows: int) -> tuple[Tensor, int | None] | None:
     indices = {"Index": lambda: node._saved_indices, "IndexSelect": lambda: (node._saved_index,)}.get(kind, tuple)()
     if len(indices) != 1 or indices[0] is None or indices[0].dtype in (torch.bool, torch.uint8):
         return None
-    whole = kind == "Index" or read_dim(node, 2) == 0
-    return (indices[0].long() % rows, None) if whole else None
+    by_rows = kind == "Index" or read_dim(node, 2) == 0
+    return (indices[0].long() % rows, None) if by_rows else None

@@ -542,10 +542,10 @@ def hear(
     asked = [each for each in seen if asks(each.layer)]
     judged = dict(zip(asked, one.judge(asked), strict=True))
     answers = {each.key: judged.get(each, True) is not False and takes(each) for each in seen}
-    told = {each.layer.layout.names for each in seen}
+    with_calls = {each.layer.layout.names for each in seen}
     for layer in silent:
         reached = [g for name in layer.layout.names if (g := one.gradients.get(name)) is not None]
-        if layer.layout.names not in told and any(bool(g.to_dense().any()) for g in reached):
+        if layer.layout.names not in with_calls and any(bool(g.to_dense().any()) for g in reached):
             answers[layer.key] = False
     more = one.collect_products(spare(answers))
     answers |= {each.key: answer is True and takes(each) for each, answer in zip(more, one.judge(more), strict=True)}
