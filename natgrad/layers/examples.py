@@ -47,6 +47,17 @@ class Examples:
         """
         return cotangent * numbers[self.labels].to(cotangent.dtype)
 
+    def weigh(self, weights: Tensor) -> Tensor | None:
+        """How many times each example counts, (R,), by its row's weights (R, ...) with mean one over all of a batch.
+
+        None where rows are not the examples, or all count once. Positions of one example may count differently: its
+        inputs at all of them still count once.
+        """
+        if self.count != len(weights):
+            return None
+        each = weights.flatten(1).mean(1) if weights.dim() > 1 else weights
+        return each if bool(((each - 1).abs() > 64 * torch.finfo(each.dtype).eps).any()) else None
+
     def cotangents(self, factor: Tensor) -> Iterator[Tensor]:
         """One tensor (R, m) per column that an example has in the factor, all examples' at once.
 

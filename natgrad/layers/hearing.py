@@ -109,6 +109,9 @@ class SeenImages(Seen):
             self.layer, self.inputs[kept].clone(), [factor * d[kept] for d in self.derivatives], self.size
         )
 
+    def weigh(self, weights: Tensor) -> Seen:
+        return Seen(self.layer, self.activations, self.deltas, self.share).weigh(weights)
+
     def only(self, which: slice) -> SeenImages:
         return SeenImages(self.layer, self.inputs, self.derivatives[which], self.size, self.share)
 
@@ -454,6 +457,7 @@ class Pass:
         dtype: Of the activations and deltas; default the widest of float32 and the deltas' own.
         eps: Of the coarsest dtype on the way (autocast), if that is not the layers' own.
         judged: How many cotangents these are: one may be of a row alone that a parameter does not move.
+        weights: How many times each example counts, (examples,), with mean one over all of a batch; None: once.
     """
 
     outputs: Tensor
@@ -466,6 +470,7 @@ class Pass:
     dtype: torch.dtype | None = None
     eps: float = 0.0
     judged: int = 1
+    weights: Tensor | None = None
 
     def collect_layers(self) -> list[Seen]:
         """All layers that the taps tell of."""
@@ -549,7 +554,9 @@ def hear(
             answers[layer.key] = False
     more = one.collect_products(spare(answers))
     answers |= {each.key: answer is True and takes(each) for each, answer in zip(more, one.judge(more), strict=True)}
-    return Heard([each for each in [*seen, *more] if answers[each.key]], {}, answers, None not in judged.values())
+    layers = [each for each in [*seen, *more] if answers[each.key]]
+    layers = layers if one.weights is None else [each.weigh(one.weights) for each in layers]
+    return Heard(layers, {}, answers, None not in judged.values())
 
 
 def is_asking(readings: int) -> bool:

@@ -93,6 +93,15 @@ class Seen:
         activations = pick_rows(self.activations, places)
         return replace(self, activations=activations, deltas=[factor * pick_rows(d, places) for d in self.deltas])
 
+    def weigh(self, weights: Tensor) -> Seen:
+        """The same pass, whose inputs count by these weights of its examples, (b,); as it is where it has others.
+
+        An example of weight two is then two, for the factor of the inputs as it is for that of the derivatives.
+        """
+        if self.pooled or len(self.activations) != len(weights) * self.cotangents:
+            return self
+        return replace(self, weights=weights.repeat(self.cotangents))
+
     def only(self, which: slice) -> Seen:
         """The same pass with some of its cotangents.
 
@@ -103,15 +112,24 @@ class Seen:
             return replace(self, deltas=self.deltas[which])
         start, stop, _ = which.indices(self.cotangents)
         rows = slice(start * len(self.activations) // self.cotangents, stop * len(self.activations) // self.cotangents)
-        parts = {"activations": self.activations[rows], "deltas": [deltas[rows] for deltas in self.deltas]}
-        return replace(self, **parts, cotangents=stop - start)
+        weights = None if self.weights is None else self.weights[rows]
+        deltas = [deltas[rows] for deltas in self.deltas]
+        activations = self.activations[rows]
+        return replace(self, activations=activations, deltas=deltas, cotangents=stop - start, weights=weights)
+
+    def weigh_inputs(self, a: Tensor) -> Tensor:
+        """Inputs a (b, ...), which are no tokens, times roots of the examples' weights: A is their second moment."""
+        if self.weights is None:
+            return a
+        return a * self.weights.to(a).sqrt().view(-1, *[1] * (a.dim() - 1))
 
     @property
     def positions(self) -> float:
-        """Examples times positions that the layer saw: the mean over groups that see some each."""
+        """Examples that count times positions that the layer saw: the mean over groups that see some each."""
         if self.counts is not None:
             return float(self.counts.mean())
-        return self.activations.shape[0] * self.activations.shape[1] / self.cotangents
+        examples = len(self.activations) if self.weights is None else int(self.weights.count_nonzero())
+        return examples * self.activations.shape[1] / self.cotangents
 
     @property
     def by_token(self) -> bool:
@@ -140,7 +158,7 @@ class Seen:
 
     def bound_inputs(self) -> Tensor:
         """No less than the Frobenius norm of the activations, which are no tokens: a scalar tensor."""
-        return measure_norm(self.activations)
+        return measure_norm(self.weigh_inputs(self.activations))
 
     def take(self, kept: slice, factor: float) -> Seen:
         """The same pass with copies of some of its examples alone.
@@ -149,8 +167,9 @@ class Seen:
             kept: Which.
             factor: On their derivatives.
         """
-        activations = self.activations[kept].clone()
-        return replace(self, activations=activations, deltas=[factor * deltas[kept] for deltas in self.deltas])
+        weights = None if self.weights is None else self.weights[kept]
+        deltas = [factor * deltas[kept] for deltas in self.deltas]
+        return replace(self, activations=self.activations[kept].clone(), deltas=deltas, weights=weights)
 
     def slopes(self, matrix: Tensor, examples: int) -> Tensor:
         """score_i^T step of every example, (cotangents, examples).
@@ -230,6 +249,9 @@ class Mixed(Seen):
 
     def thin(self, rows: float) -> Mixed:
         return self
+
+    def weigh(self, weights: Tensor) -> Mixed:
+        return Mixed(self.layer, [part.weigh(weights) for part in self.parts], self.share, self.sums)
 
     def only(self, which: slice) -> Mixed:
         return Mixed(self.layer, [part.only(which) for part in self.parts], self.share)
@@ -523,9 +545,7 @@ def layer_inputs(seen: Seen, reduce: bool, room: Room, dtype: torch.dtype = torc
         counts = token_moment(a, seen.layer.layout.outputs, seen.padding, dtype, seen.weights)
         return {"left": seen.share * counts}
     reduce = reduce and not seen.pooled
-    a = a.mean(1, keepdim=True) if reduce else a
-    if seen.weights is not None:
-        a = a * seen.weights.to(a).sqrt().view(-1, 1, 1, 1)
+    a = seen.weigh_inputs(a.mean(1, keepdim=True) if reduce else a)
     outputs = seen.layer.layout.matrix_shape[1]
     if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size(), outputs) > 1:
         right = factor(a, room, 0, outputs) * (seen.share / (a.shape[0] * a.shape[1]))

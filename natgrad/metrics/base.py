@@ -55,9 +55,6 @@ class Metric(Explained):
     is_joined: bool = False
     """Whether its operators are over the examples of all processes already, of a model that several of them train."""
 
-    weighs_inputs: bool = False
-    """Whether its weights are the probabilities of the inputs, so that a layer's inputs count by them."""
-
     def __repr__(self) -> str:
         own = fields(self) if is_dataclass(self) else ()
         return write_choices(self, **{field.name: getattr(self, field.name) for field in own})

@@ -64,7 +64,6 @@ class GeometricTensor(Metric):
     centred: bool = True
     outputs: Select | None = None
     needs_targets = True
-    weighs_inputs = True
 
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Operator:
         states, weights = split_targets(inputs)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class Span:
     rows: int  # the rows of all
     cotangents: int  # the most that a process has
     silent: bool = False  # True where no target counts on any process
+    mass: float = 0.0  # the mean over all rows of share times the sum of weights; 0: this process is alone
 
     def count_kept(self, unit: int, fewest: int, part: int) -> tuple[int, int, int]:
         """The first examples of all: how many of this process's, how many of all processes', and out of how many."""
@@ -101,19 +103,27 @@ class Span:
 
 
 def line_up(
-    processes: Processes, device: torch.device, count: int, rows: int, scale: float = 0.0, cotangents: int = 1
+    processes: Processes,
+    device: torch.device,
+    count: int,
+    rows: int,
+    scale: float = 0.0,
+    cotangents: int = 1,
+    mass: float = 1.0,
 ) -> Span:
     """Agree on who has which examples of a reading. Every process calls this once per reading."""
     if processes.size == 1:
         return Span(0, count, count, float(rows), rows, cotangents)
-    tables = processes.share_numbers([count, rows, scale, cotangents], device)
-    counts, all_rows, scales, widths = zip(*tables, strict=True)
+    tables = processes.share_numbers([count, rows, scale, cotangents, mass], device)
+    counts, all_rows, scales, widths, masses = zip(*tables, strict=True)
     total = sum(all_rows)
-    share = total * scale / sum(scales) if sum(scales) else float(rows)
+    shares = [total * each / sum(scales) for each in scales] if sum(scales) else all_rows
+    share = shares[processes.rank]
     if share == round(share) or abs(share - rows) <= 1e-9 * total:
         share = float(round(share))
     first = int(sum(counts[: processes.rank]))
-    return Span(first, count, int(sum(counts)), share, int(total), int(max(widths)), not sum(scales))
+    mean = sum(map(prod, zip(shares, masses, strict=True))) / max(total, 1)
+    return Span(first, count, int(sum(counts)), share, int(total), int(max(widths)), not sum(scales), mean)
 
 
 def sign_examples(cotangent: Tensor, examples: Examples, generator: torch.Generator, span: Span) -> Tensor:
@@ -200,7 +210,7 @@ class Reader:
         self.places = KnownPlaces()
         self._begin(Hearing(), self._device)
         self.span: Span | None = None
-        self.counts, self.silent = (0, 0.0), False
+        self.counts, self.silent = (0, 0.0, 1.0), False
         self.leaves = GraphLeaves(self.named)
         self.handles = self.layers.hook(self.model, self.taps, self.leaves)
         self.arm(True)
@@ -344,19 +354,26 @@ class Reader:
             self.errors = find_error_size(criterion, outputs, taken)
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
         loss = recall.computed[-1]
-        self.counts = len(rows), loss.divisor or (0.0 if math.isnan(loss.count) else loss.count)
-        if known is not None and self._hears_all(known, calls):
+        self.silent = self.processes.size > 1 and loss.rows == 0
+        # where no target counts, the others' do: the layers' inputs are told, and slopes are zero
+        weights = rows.new_zeros(len(rows)) if self.silent else criterion.weights(widen(outputs), targets)
+        scale = loss.divisor or (0.0 if math.isnan(loss.count) else loss.count)
+        self.counts = len(rows), scale, float(sum_weights(weights)) if self.processes.size > 1 else 1.0
+        may_count = known is not None and may_be_examples(rows, recall)
+        uneven = may_count and (scale not in (0, len(rows)) or bool((weights != weights[0]).any()))
+        if known is not None and self._hears_all(known, calls, uneven):
             layers = collect_inputs(find_reached(rows, calls))
             self._line_up(len(rows), 0)
             return Reading(layers, {}, len(rows)), {seen.key: True for seen in layers}
         asking, self.unsure = is_asking(self.readings) or self.unsure, False  # all layers are judged, trusted ones too
         self.readings += 1
-        self.silent = self.processes.size > 1 and loss.rows == 0
         if self.silent and not len(rows):  # an empty batch adds nothing to the others' sums
             self._go_backward(rows)
             return self._pass_over(measurement), {}
         try:
-            passed, own, slopes = self._pass(criterion, outputs, targets, rows, calls, recall, measurement, asking)
+            passed, own, slopes = self._pass(
+                criterion, outputs, targets, rows, weights, calls, recall, measurement, asking
+            )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ValueError(REENTRANT) from error
@@ -381,9 +398,14 @@ class Reader:
         squares = self._squares(rows, names, passed, slopes[:own], exact)
         return self._split_reading(heard.layers, squares, passed, own, slopes), heard.answers
 
-    def _hears_all(self, known: Set[str], calls: Sequence[Tap]) -> bool:
-        """Whether the inputs of all these layers were heard, by some process: compiled graphs tell no inputs alone."""
-        return self._unite(known, {call.layer.key for call in calls if call.inputs.numel()}) >= known
+    def _hears_all(self, known: Set[str], calls: Sequence[Tap], weighed: bool) -> bool:
+        """Whether inputs alone will do: some process heard those of all these layers, and on none rows have weights.
+
+        Compiled graphs tell no inputs alone; and which inputs are whose, for the weights, is known of whole readings.
+        """
+        own = {call.layer.key for call in calls if call.inputs.numel()}
+        heard = self._unite(known | {WEIGHED}, own | {WEIGHED} if weighed else own)
+        return heard >= known and WEIGHED not in heard
 
     def _pass_over(self, measurement: Estimate | None) -> Reading:
         """Nothing of a batch without rows; the shared source of labels moves as on the other processes."""
@@ -402,6 +424,7 @@ class Reader:
         outputs: Any,
         targets: Any,
         rows: Tensor,
+        weights: Tensor,
         calls: list[Tap],
         recall: Recall,
         measurement: Estimate | None,
@@ -412,10 +435,14 @@ class Reader:
         watched = {name: p for name, p in self.leaves.items() if name not in held and p.requires_grad}
         examples, calls = self._place_calls(criterion, outputs, rows, calls, recall)
         # labels y ~ p(y | outputs), and their scores s with E[s s^T] = M (Martens & Grosse 2015, section 5)
-        drawn = [self._cotangents(self.estimate, criterion, outputs, targets, examples)]
+        drawn = [self._cotangents(self.estimate, criterion, outputs, targets, weights, examples)]
         span = self._line_up(examples.count, len(drawn[0]))
         drawn[0] = self._share_signs(drawn[0], examples, span)
-        drawn += [] if measurement is None else [self._cotangents(measurement, criterion, outputs, targets, examples)]
+        drawn += (
+            []
+            if measurement is None
+            else [self._cotangents(measurement, criterion, outputs, targets, weights, examples)]
+        )
         cotangents = [c.to(rows.dtype) for part in drawn for c in part]
         # delta = J^T s at every layer, by one backward pass a draw
         calls, deltas, slopes = self.taps.reach(rows, calls, cotangents, list(watched.values()))
@@ -426,7 +453,18 @@ class Reader:
             arrived = [each[0] if each[0] is None else combine([t.to_dense() for t in each]) for each in columns]
         gradients = dict(zip(watched, arrived, strict=True))
         eps = max((torch.finfo(call.dtype).eps for call in calls), default=0.0)
-        passed = Pass(rows, calls, examples, cotangents, deltas, self.leaves, gradients, eps=eps, judged=judged)
+        passed = Pass(
+            rows,
+            calls,
+            examples,
+            cotangents,
+            deltas,
+            self.leaves,
+            gradients,
+            eps=eps,
+            judged=judged,
+            weights=examples.weigh(weights * (span.share / (span.mass or sum_weights(weights)))),
+        )
         return passed, len(drawn[0]) if measurement is not None else len(cotangents), slopes
 
     def _without_layer(self, watched: Iterable[str], heard: Heard) -> list[str]:
@@ -564,9 +602,15 @@ class Reader:
         return self.trusted.issuperset(layer.claims)
 
     def _cotangents(
-        self, estimate: Estimate, criterion: Criterion, outputs: Any, targets: Any, examples: Examples
+        self,
+        estimate: Estimate,
+        criterion: Criterion,
+        outputs: Any,
+        targets: Any,
+        weights: Tensor,
+        examples: Examples,
     ) -> list[Tensor]:
-        tree = map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+        tree = widen(outputs)
         family = criterion.family
 
         rows = family.rows(tree)
@@ -574,8 +618,6 @@ class Reader:
         def scores() -> Tensor:
             return torch.zeros_like(rows) if self.silent else criterion.scores(tree, targets)[0]
 
-        # where no target counts, the others' do: the layers' inputs are told, and slopes are zero
-        weights = rows.new_zeros(len(rows)) if self.silent else criterion.weights(tree, targets)
         with torch.no_grad():
             shared = self.generator
             # these draw nothing: the shared source stands where that of one process would
@@ -594,8 +636,8 @@ class Reader:
     def _line_up(self, count: int, cotangents: int) -> Span:
         """Where this process's examples stand among all, asked once per reading, and before anything can fail."""
         if self.span is None:
-            rows, scale = self.counts
-            self.span = line_up(self.processes, self._device, count, rows if count else 0, scale, cotangents)
+            rows, scale, mass = self.counts
+            self.span = line_up(self.processes, self._device, count, rows if count else 0, scale, cotangents, mass)
         return self.span
 
     def _named_by_layers(self) -> bool:
@@ -630,6 +672,25 @@ class Reader:
         measured = [part for seen in statistics.layers for part in seen.split_parts()]
         answers = {seen.key: True for seen in statistics.layers}
         return Reading(statistics.layers, statistics.squares, rows, measured), answers
+
+
+WEIGHED = ""  # stands among the keys of layers for rows that have weights
+
+
+def widen(outputs: Any) -> Any:
+    """Outputs without their graph, at least in float32."""
+    return map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+
+
+def may_be_examples(rows: Tensor, recall: Recall) -> bool:
+    """Whether the rows of the outputs may be the examples, as far as the model's own inputs tell."""
+    inputs = [] if recall.last is None else recall.last.call.tensors()
+    return len(rows) > 0 and (not inputs or any(t.dim() > 0 and len(t) == len(rows) for t in inputs))
+
+
+def sum_weights(weights: Tensor) -> Tensor:
+    """The sum over rows of their weights (R, ...), of entries the means."""
+    return weights.sum() if weights.dim() == 1 else weights.flatten(1).mean(1).sum()
 
 
 def runs_once(error: RuntimeError) -> bool:

@@ -14,7 +14,6 @@ from natgrad.ground.pure import PureModel, RandomState, mixes_examples
 from natgrad.ground.spaces import Params
 from natgrad.layers import (
     Examples,
-    Mixed,
     ModelLayers,
     Pass,
     Seen,
@@ -93,15 +92,24 @@ def hear_metric(
         slopes = derivatives(graph, [], [combine(cotangents)], parameters)[1]
     gradients = dict(zip(watched, slopes[0], strict=True))
     heard = hear(
-        Pass(graph, taps, examples, cotangents, deltas, leaves, gradients, pullback.dtype, judged=len(cotangents)),
+        Pass(
+            graph,
+            taps,
+            examples,
+            cotangents,
+            deltas,
+            leaves,
+            gradients,
+            pullback.dtype,
+            judged=len(cotangents),
+            weights=examples.weigh(len(pullback.weights) * pullback.weights),
+        ),
         lambda layer: trusted is None,
         # examples that cannot be told apart give squares that are right on average over drawn labels alone
         takes=lambda seen: not seen.pooled or (seen.layer.is_routed and isinstance(estimate, Sampled)),
         spare=lambda answers: spare_of(spare, answers) if trusted is None else (),
     )
     layers, squares = heard.layers, heard.squares
-    if metric.weighs_inputs:
-        layers = [weigh_examples(seen, pullback.weights) for seen in layers]
     rest = {name: p for name, p in params.items() if name not in heard.held_names}
     if rest:
         squares = squares_of(pullback, rest, torch.stack(apart(cotangents, examples), dim=2))
@@ -113,21 +121,6 @@ def spare_of(spare: Sequence[Traced], answers: Mapping[str, bool]) -> list[Trace
     """The matrices of layers that were not heard, or do not explain their gradients."""
     held = {name for key, answer in answers.items() if answer for name in key.split(" ")}
     return [layer for layer in spare if not held.issuperset(layer.layout.names)]
-
-
-def weigh_examples(seen: Seen, weights: Tensor) -> Seen:
-    """The same pass, whose inputs count by these weights: nothing changes where they are equal, or examples unknown.
-
-    weights: Of the examples, (R,), with sum one.
-    """
-    if isinstance(seen, Mixed):
-        return Mixed(seen.layer, [weigh_examples(part, weights) for part in seen.parts], seen.share)
-    known = not seen.pooled and len(seen.activations) == len(weights) * seen.cotangents
-    if not known or bool((weights == weights[0]).all()):
-        return seen
-    each = (weights * len(weights)).repeat(seen.cotangents)
-    parts = seen.layer, seen.activations, seen.deltas  # of a convolution's images: its patches
-    return Seen(*parts, seen.share, seen.counts, cotangents=seen.cotangents, skip=seen.skip, weights=each)
 
 
 class Always:

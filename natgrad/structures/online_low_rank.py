@@ -207,7 +207,7 @@ def example_rows(seen: Seen) -> tuple[Tensor, Tensor]:
 
     N counts examples, positions (and cotangents); with groups, (G, N, o) and (G, N, d).
     """
-    a = seen.activations
+    a = seen.weigh_inputs(seen.activations)
     left = torch.cat([flat_rows(deltas) for deltas in seen.deltas], dim=-2)
     return left, (seen.share / (a.shape[0] * a.shape[1])) ** 0.5 * flat_rows(a)
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.ground.spaces import trainable
-from natgrad.rules import MeasuredLength
+from natgrad.rules import MeasuredLength, SpectralDescent
 
 X = draw(6, 3)
 LABELS = torch.tensor([0, 2, 1, 1, 2, 0])
@@ -277,6 +277,57 @@ def test_what_cannot_be_weighted_is_refused(name: str):
     call, kind, text = REFUSED[name]
     with pytest.raises(kind, match=text):
         call()
+
+
+class Pooled(nn.Module):
+    """A sequence (b, t, d) to logits (b, 3) by its mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.last = nn.Linear(3, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.each(x).tanh().mean(1))
+
+
+COUNTED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "MLP": (lambda: mlp(3, 4, 3), draw(24, 3, seed=5)),
+    "images": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)),
+        draw(24, 2, 5, 5, seed=6),
+    ),
+    "sequences": (Pooled, draw(24, 5, 3, seed=7)),
+}
+TIMES = torch.tensor([1, 3, 0, 2]).repeat(6)
+KINDS = torch.tensor([0, 2, 1, 1, 2, 0]).repeat(4)
+
+
+LOW_RANK = ng.OnlineLowRank(0.95, rank_in=2, rank_out=2, **EXACT)
+FACTORS: dict[str, Callable[..., Any]] = {
+    "kfac": partial(ng.kfac, **EXACT),
+    "ekfac": partial(ng.ekfac, **EXACT),
+    "low rank": lambda model, criterion, **options: ng.StructuredNaturalGradient(model, criterion, LOW_RANK, **options),
+}
+
+
+@pytest.mark.parametrize("rule", [SpectralDescent(), MeasuredLength(), ng.Rate()])
+@pytest.mark.parametrize(("recipe", "name"), pair(FACTORS, COUNTED))
+def test_a_weight_of_n_is_n_examples_and_an_ignored_row_is_none(recipe: str, name: str, rule: Any):
+    build, x = COUNTED[name]
+
+    def train(x: Tensor, criterion: Any, targets: Tensor, **options: Any) -> Tensor:
+        model = build_seeded(lambda: build().double())
+        opt = FACTORS[recipe](model, criterion, lr=0.1, rule=rule)
+        for _ in range(4):
+            opt.zero_grad()
+            opt.loss(model(x), targets, **options).backward()
+            opt.step()
+        return flat(model)
+
+    weighed = train(x, ng.Categorical(), KINDS, weight=TIMES.double())
+    assert_close(weighed, train(x.repeat_interleave(TIMES, 0), ng.Categorical(), KINDS.repeat_interleave(TIMES)), 1e-9)
+    ignored = train(x, nn.CrossEntropyLoss(), KINDS.masked_fill(TIMES != 1, -100))
+    assert_close(ignored, train(x[TIMES == 1], nn.CrossEntropyLoss(), KINDS[TIMES == 1]), 1e-9)
 
 
 # Several processes: the labels of a head may all be on one of them, and the errors of one may be larger
