@@ -201,8 +201,8 @@ def exchange(body: nn.Module) -> nn.Module:
 MEETING = {
     "graph": (build_graph, (4,)),
     "compared": (build_compared, (4,)),
-    **{f"{n}, first": (lambda build=BODIES[n]: build_head(build(True), True), (2, 3)) for n in FIRST},
-    **{f"{n}, second": (lambda build=BODIES[n]: build_head(build(False), False), (3, 2)) for n in SECOND},
+    "encoder, first": (lambda: build_head(encoder(True), True), (2, 3)),
+    **{n: (lambda build=BODIES[n]: build_head(build(False), False), (3, 2)) for n in ("LSTM", "running sum")},
     "square": (lambda: build_head(build_attention(False), False), (2, 2)),
     "exchanged": (lambda: exchange(build_head(encoder(True), True)), (2, 3)),
     "exchanged, second": (lambda: exchange(build_head(encoder(False), False)), (2, 2)),

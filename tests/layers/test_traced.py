@@ -10,7 +10,7 @@ import torch
 from engine_state import assert_same_reading, kept_of, readings, state_of
 from layer_blocks import assert_blocks, assert_units
 from models import CASES as ALL_CASES
-from models import TOKENS, Assembled, Case, assert_close, draw, reference_metric
+from models import TOKENS, Assembled, Case, assert_close, cross, draw, reference_metric
 from optim_models import CE, deep, iterate, same, train
 from torch import Tensor, nn
 from torch.nn import functional
@@ -127,7 +127,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "attention, other widths": lambda: Attended("narrow", kdim=3, vdim=3, add_bias_kv=True),
     "attention, turned": build_turned,
     "transformer": lambda: Coder(True),
-    "transformer, positions first": lambda: Coder(False),
     "bare parameters": build_bare,
     "recurrent": lambda: build_recurrent(nn.RNN, batch_first=True),
     "lstm, two layers": lambda: build_recurrent(nn.LSTM, num_layers=2),
@@ -342,10 +341,13 @@ def build_ways(way: str, usual: nn.Sequential) -> Any:
     return Assembled(run, **{name: nn.Parameter(p) for name, p in stored.items()})
 
 
-@pytest.mark.parametrize("rule", [None, SpectralProgress()])
 @pytest.mark.parametrize(
-    ("recipe", "way"),
-    [*((recipe, "x @ W") for recipe in (ng.ekfac, ng.unitwise, ng.diagonal)), *((ng.kfac, way) for way in WAYS)],
+    ("recipe", "way", "rule"),
+    [
+        *((recipe, "x @ W", rule) for recipe in (ng.kfac, ng.ekfac) for rule in (None, SpectralProgress())),
+        *((recipe, "x @ W", None) for recipe in (ng.unitwise, ng.diagonal)),
+        *((ng.kfac, way, None) for way in [*WAYS][1:]),
+    ],
 )
 def test_a_bare_matrix_takes_the_steps_of_a_layer(recipe: Any, way: str, rule: Any):
     torch.manual_seed(0)
@@ -370,8 +372,7 @@ LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("way", LOOKUPS)
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.unitwise])
+@pytest.mark.parametrize(("recipe", "way"), cross([ng.kfac], [ng.ekfac, ng.unitwise], LOOKUPS))
 def test_a_bare_table_takes_the_steps_of_an_embedding(recipe: Any, way: str):
     torch.manual_seed(0)
     tokens, y = torch.randint(2, 6, (8, 3)), torch.arange(8) % 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Assembled, build_seeded, draw
+from models import Assembled, build_seeded, cross, draw
 from optim_models import RECIPES as EVERY
 from optim_models import flat, iterate, same, train_batches
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ def trust_region(model: nn.Module, criterion: Any, **options: Any) -> Any:
 
 
 READ, UNREAD = 6, 9  # steps with and without a reading of statistics
-STEPS = 16
+STEPS = 13
 
 
 def build_convolution() -> nn.Module:
@@ -136,21 +136,22 @@ def held_out_loss(model: nn.Module, classes: bool) -> float:
 @pytest.mark.filterwarnings("ignore:none of the last|the statistics of the last")
 @pytest.mark.parametrize(
     ("recipe", "net", "classes", "step"),
-    [(recipe, "layer norm", True, READ) for recipe in (ng.kfac, ng.ekfac, ng.online_ng, ng.natgrad_cg, trust_region)]
+    [(recipe, "layer norm", True, READ) for recipe in (ng.kfac, ng.online_ng, ng.natgrad_cg, trust_region)]
     + [(ng.kfac, "dense", False, UNREAD), (ng.kfac, "convolution", True, READ), (ng.kfac, "batch norm", True, READ)],
 )
 def test_one_bad_batch_of_any_kind_costs_little(recipe: Any, net: str, classes: bool, step: int):
     """All that stands is finite, and the loss is near that of a run without it."""
     few = FEW if net == "batch norm" else set()
-    for kind in BAD.keys() - set(LEFT_OUT) - (few if recipe is ng.kfac else MILD):
+    for kind in BAD.keys() - set(LEFT_OUT) - (few if recipe is ng.kfac else MILD | {"empty", "one row x 1e4"}):
         model, opt = train(recipe, net, classes, STEPS, {step: kind})
         numbers = [t for t in leaves(dict(opt._by_parameter())) if t.is_floating_point()]
         assert all(bool(t.isfinite().all()) for t in (*model.parameters(), *numbers)), kind
         assert held_out_loss(model, classes) < 2.5 * clean_loss(recipe, net, classes) + 0.02, kind
 
 
-@pytest.mark.parametrize("classes", [True, False])
-@pytest.mark.parametrize("recipe", [*BLOCKS, ng.natgrad_cg, trust_region])
+@pytest.mark.parametrize(
+    ("recipe", "classes"), cross([ng.kfac], [*BLOCKS[1:], ng.natgrad_cg, trust_region], [True, False, False])
+)
 def test_a_batch_that_is_not_finite_leaves_no_trace(recipe: Any, classes: bool):
     model, opt = train(recipe, "dense", classes, READ)
     before = flat(model), copy.deepcopy(list(leaves(dict(opt._by_parameter()))))
@@ -171,8 +172,9 @@ def totals_of(opt: Any) -> list[Tensor]:
     return [t.clone() for _, numbers in sorted(opt._by_parameter().items()) for t in leaves(numbers.get("totals", {}))]
 
 
-@pytest.mark.parametrize("kind", ["inputs x 1e6", "a row x 1e4", "one row x 1e4"])
-@pytest.mark.parametrize("recipe", BLOCKS)
+@pytest.mark.parametrize(
+    ("recipe", "kind"), cross([ng.kfac], BLOCKS[1:], ["inputs x 1e6", "a row x 1e4", "one row x 1e4"])
+)
 def test_inputs_far_larger_than_before_do_not_enter_the_statistics(recipe: Any, kind: str):
     _, before = train(recipe, "layer norm", True, READ)
     _, after = train(recipe, "layer norm", True, READ + 1, {READ: kind})
@@ -274,8 +276,10 @@ def trace_regression(recipe: Any, steps: int, scales: dict[int, float], **option
     return points, opt.state_report().failures
 
 
-@pytest.mark.parametrize("recipe", EVERY)
-@pytest.mark.parametrize("wild", [{12: 1e3, 13: -1e6, 15: 1e12}, {1: 1e8}], ids=["later", "second"])
+@pytest.mark.parametrize(
+    ("recipe", "wild"),
+    cross([ng.kfac, ng.natgrad_cg], [ng.ekfac, ng.online_ng, ng.tonga], [{12: 1e3, 13: -1e6, 15: 1e12}, {1: 1e8}]),
+)
 def test_a_step_on_a_wild_batch_is_none(recipe: Any, wild: dict[int, float]):
     """Beyond all measure, the second batch of a run is left out too."""
     points, failures = trace_regression(recipe, max(wild) + 1, wild)
@@ -296,8 +300,9 @@ def test_raising_names_the_loss(recipe: Any):
         train_regression(recipe, 13, {12: 1e6}, on_trouble="raise")
 
 
-@pytest.mark.parametrize("recipe", EVERY)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("recipe", "reduction"), cross([ng.kfac], [each for each in EVERY if each is not ng.kfac], ["mean", "sum", "sum"])
+)
 def test_a_batch_without_a_target_that_counts_is_left_out(recipe: Any, reduction: str):
     model = build_seeded(lambda: nn.Linear(4, 3))
     opt, x, y = recipe(model, nn.CrossEntropyLoss(reduction=reduction)), draw(6, 4), torch.arange(6) % 3

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import resource
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from optim_models import CE, flat, net, same, snapshot, train
+from models import build_seeded
+from optim_models import CE, flat, net, same, snapshot, train, train_numbered
+from process_ranks import call_apart
+from saved_runs import BUILDS as RUNS
+from saved_runs import load, save
 from torch import nn
 
 import natgrad as ng
@@ -39,6 +43,45 @@ def save_run(path: Path) -> tuple[nn.Module, Any]:
     model, opt = train_net("kfac")
     ng.save_checkpoint(path, model=model, optimizer=opt)
     return model, opt
+
+
+def dropout_net() -> nn.Module:
+    """Masks from the global generator, statistics in buffers."""
+    return build_seeded(
+        lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))
+    )
+
+
+NAMES = {"hessian_free": dropout_net, "sampled": net, "averaged": net, "ekfac": dropout_net}
+
+
+def resume_all(folder: str, threads: int) -> None:
+    """The other process, with another past: three more steps of everything, as a user would go on."""
+    torch.set_num_threads(threads)  # bit for bit is for as many as the first process had
+    torch.manual_seed(12345)
+    for name, make in NAMES.items():
+        model = make()
+        opt = RUNS[name](model)
+        saved = torch.load(Path(folder) / f"{name}.pt", weights_only=True)
+        load(model, opt, saved)
+        torch.set_rng_state(saved["random"])
+        train_numbered(model, opt, range(4, 7))
+        torch.save(save(model, opt), Path(folder) / f"{name}.resumed.pt")
+
+
+def test_save_load_in_a_new_process_and_continue_is_never_having_stopped(tmp_path: Path) -> None:
+    straight = {}
+    for name, make in NAMES.items():
+        torch.manual_seed(1)
+        model = make()
+        opt = RUNS[name](model)
+        train_numbered(model, opt, range(4))
+        torch.save(save(model, opt) | {"random": torch.get_rng_state()}, tmp_path / f"{name}.pt")
+        train_numbered(model, opt, range(4, 7))
+        straight[name] = save(model, opt)
+    call_apart(__name__, "resume_all", str(tmp_path), torch.get_num_threads())
+    for name, expected in straight.items():
+        assert same(torch.load(tmp_path / f"{name}.resumed.pt", weights_only=True), expected), name
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -117,35 +160,41 @@ def test_threads_that_save_to_one_path_leave_the_file_of_one_of_them(tmp_path: P
     assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
 
 
-KILLED = """
-import os, sys, torch
-import natgrad as ng
-def save_half(state, file):
-    file.write(b"half")
-    file.flush()
-    print("saving", flush=True)
-    sys.stdin.readline()  # until it is killed
-torch.save = save_half
-ng.save_checkpoint(sys.argv[1], model=torch.nn.Linear(2, 2))
-"""
+def save_half(path: str, end: str) -> None:
+    """In a process of its own: half a checkpoint, and no more; it is killed once there is a file at `end`."""
+
+    def write(state: Any, file: Any) -> None:
+        file.write(b"half")
+        file.flush()
+        while not Path(end).exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = write
+    ng.save_checkpoint(path, model=nn.Linear(2, 2))
 
 
 def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path):
-    path, model = tmp_path / "run.pt", nn.Linear(2, 2)
+    path, model, end = tmp_path / "run.pt", nn.Linear(2, 2), tmp_path / "end"
     ng.save_checkpoint(path, model=model)
     others = [tmp_path / name for name in ("run.pt.best.part", "other.pt.1.part", "run.pt.1.part.txt")]
     for other in others:
         other.touch()
     kept = {"run.pt", *(other.name for other in others)}
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], **pipes) as writer:
+    with ThreadPoolExecutor(1) as thread:
+        writer = thread.submit(call_apart, __name__, "save_half", str(path), str(end))
         try:
-            assert writer.stdout.readline() == "saving\n"
-            (part,) = {file.name for file in tmp_path.iterdir()} - kept
+            while not (parts := {file.name for file in tmp_path.iterdir() if file.read_bytes() == b"half"}):
+                time.sleep(0.01)
+                assert not writer.done(), writer.exception()
+            (part,) = parts
             ng.save_checkpoint(path, model=model)
             assert (tmp_path / part).read_bytes() == b"half"
         finally:
-            writer.kill()
+            end.touch()
+        with pytest.raises(RuntimeError, match=f"ended with the exit code -{signal.SIGKILL}"):
+            writer.result()
+    end.unlink()
     assert (tmp_path / part).exists()
     ng.load_checkpoint(path, model=nn.Linear(2, 2))
     ng.save_checkpoint(path, model=model)

@@ -16,16 +16,12 @@ from natgrad.rules import spectral_descent
 STEPS = {"kfac": 6, "Levenberg-Marquardt": 6}  # as many as two of its readings take; 2 of every other
 OPTIMISERS: dict[str, Any] = {
     "kfac": ng.kfac,
-    "ekfac": ng.ekfac,
-    "unitwise": ng.unitwise,
-    "diagonal": ng.diagonal,
+    "ekfac, exact labels": lambda model, loss: ng.ekfac(model, loss, estimate="exact_labels"),
+    "unitwise, trust region": lambda model, loss: ng.unitwise(model, loss, rule=ng.TrustRegion(0.01)),
+    "diagonal, measured length": lambda model, loss: ng.diagonal(model, loss, rule="measured_length"),
     "tonga": ng.tonga,
     "spectral": lambda model, loss: ng.kfac(model, loss, rule="spectral"),
-    "measured length": lambda model, loss: ng.kfac(model, loss, rule="measured_length"),
-    "trust region": lambda model, loss: ng.kfac(model, loss, rule=ng.TrustRegion(0.01)),
     "Levenberg-Marquardt": lambda model, loss: ng.kfac(model, loss, damping="levenberg_marquardt"),
-    "exact labels": lambda model, loss: ng.kfac(model, loss, estimate="exact_labels"),
-    "natgrad_cg": ng.natgrad_cg,
     "hessian_free": ng.hessian_free,
     "dense": lambda model, loss: ng.NaturalGradient(model, ng.fisher(model, ng.likelihood(loss)), structure="dense"),
 }

@@ -93,8 +93,9 @@ def first_format(opt: Optimizer) -> dict[str, Any]:
     return state
 
 
-CASES: list[tuple[str, Way]] = [(build, (in_a_folder, in_a_plain_folder)[i % 2]) for i, build in enumerate(BUILDS)]
-CASES += [("kfac", in_a_plain_folder), ("momentum", in_a_folder), ("kfac", in_a_file), ("averaged", in_a_file)]
+CASES: list[tuple[str, Way]] = [("kfac", in_a_folder), ("preconditioned", in_a_folder), ("two groups", in_a_folder)]
+CASES += [(build, in_a_plain_folder) for build in ("online_ng", "momentum")]
+CASES += [("kfac", in_a_file), ("averaged", in_a_file)]
 CASES += [(build, in_the_oldest_state) for build in ("two groups", "unitwise", "preconditioned", "sampled")]
 CASES += [(build, in_a_state_of_format_1) for build in ("two groups", "online_ng", "momentum")]
 
@@ -125,7 +126,7 @@ def hand_over(model: nn.Module, opts: Any, twin: nn.Module, others: Any, options
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("build", ["kfac", "two groups", "online_ng", "preconditioned", "averaged", "sampled"])
+@pytest.mark.parametrize("build", ["two groups", "preconditioned", "averaged"])
 def test_every_choice_of_options_hands_over_the_state(build: str):
     """Of some steps and of none."""
     model, opt = run_build(build)
@@ -139,7 +140,7 @@ def test_every_choice_of_options_hands_over_the_state(build: str):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[1], OPTIONS[-1]])
 def test_a_part_beside_another_optimizer_goes_on_bit_for_bit(options: dict[str, bool]):
     runs = []
     for _ in range(2):
@@ -184,7 +185,7 @@ def assert_refused(opt: Optimizer, state: Any) -> None:
     assert same(snapshot(opt), before)
 
 
-@pytest.mark.parametrize("build", ["kfac", "ekfac", "preconditioned", "averaged"])
+@pytest.mark.parametrize("build", ["ekfac", "averaged"])
 def test_a_state_that_lost_any_part_or_has_a_tensor_of_another_shape_is_refused(build: str):
     opt, other = run_build(build)[1], run_build(build, 7)[1]
     state = copy.deepcopy(opt.state_dict())

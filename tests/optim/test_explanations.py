@@ -35,7 +35,7 @@ def fisher_steps(**choices: Any) -> Make:
     return lambda model: ng.NaturalGradient(model, ng.fisher(model, CE), **choices)
 
 
-def train(make: Make, steps: int = 10, schedule: Any = None) -> Any:
+def train(make: Make, steps: int = 6, schedule: Any = None) -> Any:
     """The loss after some steps, what the optimizer says then, and the optimizer."""
     opt = make(model := net())
     scheduler = schedule(opt) if schedule else None
@@ -193,17 +193,16 @@ def fit_noise(
 
 def test_a_rate_that_falls_helps_where_noise_limits_the_loss():
     """Losses of single batches rise and fall by chance, and what is said does not."""
-    looks = (150, 200, 250)
-    constant, automatic = fit_noise(looks), fit_noise(looks, "auto")
+    looks = (110, 160)
+    constant, falling = fit_noise(looks), fit_noise(looks[:1], "auto")
     for _, text in constant:
         assert "mini-batch noise is larger than the gradient, so steps are spectral" in text
         assert text.count("Try:") == 1
         assert ADVICE in text
-    falling: list[tuple[float, str]] = []
     for scheduled in (False, True):
         falling += fit_noise(looks[:1], falls=lambda share: 1.02 - share, scheduled=scheduled)
-    for (loss, _), (other, told) in zip([*constant, *constant[:1] * 2], [*automatic, *falling], strict=True):
-        assert other < loss - 1e-3
+    for loss, told in falling:
+        assert loss < constant[0][0] - 1e-3
         assert "Try:" not in told
 
 
@@ -301,7 +300,7 @@ def loop(recipe: Callable[..., Any], before: Callable[[nn.Module, Any], Any], ac
     opt = recipe(model := net(), CE)
 
     def run() -> None:
-        for _ in range(6):
+        for _ in range(4):
             before(model, opt)
             for i in range(accumulate):
                 (opt.loss(model(INPUTS[i::accumulate]), LABELS[i::accumulate]) / accumulate).backward()
@@ -327,7 +326,9 @@ CLEAR: list[Callable[[nn.Module, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "clear"), [*((RECIPES[0], clear) for clear in CLEAR), *pair(RECIPES[1:], CLEAR)])
+@pytest.mark.parametrize(
+    ("recipe", "clear"), [*((RECIPES[0], clear) for clear in CLEAR), *pair(RECIPES[1:], CLEAR[::2])]
+)
 def test_gradients_that_were_cleared_are_not_told_of(recipe: Callable[..., Any], clear: Any):
     assert loop(recipe, clear) == []
     assert loop(recipe, clear, 2) == []

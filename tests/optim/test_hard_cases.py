@@ -179,13 +179,13 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [*((name, ng.kfac) for name in ODD), *pair(ODD, [ng.unitwise, ng.online_ng])]
+    ("name", "recipe"), [*((name, ng.kfac) for name in ODD), *pair([*ODD][::3], [ng.unitwise, ng.online_ng])]
 )
 def test_odd_layers_are_trained_and_what_is_not_known_gets_its_diagonal(name: str, recipe: Callable[..., Any]):
     build, inputs, unknown = ODD[name]
     model = build_seeded(build)
     start, opt = {n: p.detach().clone() for n, p in model.named_parameters()}, recipe(model, CE)
-    losses = [float(iterate(opt, model, inputs, LABELS)) for _ in range(6)]
+    losses = [float(iterate(opt, model, inputs, LABELS)) for _ in range(4)]
     assert min(losses) < losses[0]
     # the bias before a batch norm has no gradient but rounding
     still = {n for n, p in model.named_parameters() if torch.equal(p, start[n])}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import pair
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -84,8 +85,9 @@ def train_inside(opt: Any, model: nn.Module, x: Tensor, y: Tensor, own: bool, st
     return losses
 
 
-@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
-@pytest.mark.parametrize("pack", [pack for pack in PACKS if pack != "the logits"])
+@pytest.mark.parametrize(
+    ("pack", "recipe"), pair([pack for pack in PACKS if pack != "the logits"], [ng.kfac, ng.hessian_free])
+)
 def test_the_model_s_own_loss_takes_the_steps_of_its_criterion(pack: str, recipe: Any):
     runs = list[list[float]]()
     for own in (True, False):

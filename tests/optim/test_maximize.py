@@ -73,11 +73,11 @@ def test_an_objective_of_one_s_own_rises_with_and_without_a_closure(closed: bool
     def log_density(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.distributions.Normal(params["mean"], params["log_std"].exp()).log_prob(x).sum()
 
-    data = 3 + 2 * draw(500, 1)
+    data = 3 + 2 * draw(100, 1)
     params = {name: torch.zeros((), dtype=F64, requires_grad=True) for name in ("mean", "log_std")}
     opt = ng.NaturalGradient(params, ng.score_metric(log_density), lr=0.5, damping=0.1, maximize=True)
     closure = Closure(opt, lambda: log_density(params, data) / len(data))
-    for _ in range(60):
+    for _ in range(40):
         opt.observe(data)
         if closed:
             opt.step(closure)

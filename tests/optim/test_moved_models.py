@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "EigenKronecker": join(structure=ng.EigenKronecker(0.9, estimate=EXACT)),
     "OnlineLowRank": join(structure=OnlineLowRank(0.9, estimate=EXACT)),
     "Blocks": join(structure=ng.Blocks(0.9)),
-    "preconditioner": join(solver=ng.CG(max_steps=50), preconditioner=ng.Kronecker(0.9, estimate=EXACT)),
+    "preconditioner": join(solver=ng.CG(max_steps=10), preconditioner=ng.Kronecker(0.9, estimate=EXACT)),
     "momentum": join(rule=ng.Momentum(0.9)),
 }
 

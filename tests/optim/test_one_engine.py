@@ -44,8 +44,8 @@ class PlainKronecker(ng.Kronecker):
     estimate: Any = ng.ExactLabels()
 
 
-LOOKING = RULES[2], RULES[4], RULES[8]  # at the metric, at the loss and at both
-BOTH = [(CE, *both) for both in cross(LOOKING, [rule for rule in RULES if rule not in LOOKING], DAMPINGS)]
+LOOKING = RULES[8]  # at the metric and at the loss
+BOTH = [(CE, *both) for both in cross([LOOKING], [rule for rule in RULES if rule is not LOOKING], DAMPINGS)]
 BOTH += [(nn.MSELoss(), *both) for both in pair(RULES, DAMPINGS)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import TOKENS, Assembled, Sequence, assert_close, batch_norm, build_seeded, draw
+from models import TOKENS, Assembled, Sequence, assert_close, batch_norm, build_seeded, draw, pair
 from optim_models import (
     CE,
     X,
@@ -49,8 +49,7 @@ def build_classes() -> nn.Module:
     return Assembled(lambda m, tokens: m.inner(tokens).movedim(-1, 1), inner=Sequence())
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", CRITERIA)
+@pytest.mark.parametrize(("kind", "rule"), pair(CRITERIA, RULES))
 def test_reduction_and_repeated_examples_do_not_change_the_step(kind: str, rule: str) -> None:
     make, targets = CRITERIA[kind]
     once = move_copy(net(), make(), X, targets, rule=RULES[rule])

@@ -276,7 +276,7 @@ def test_optimisers_take_what_outputs_selects(kind, optimiser, told, whole):
     for model, select in zip(build_pair(kind), (RETURNED[kind][1], None), strict=True):
         opt = getattr(ng, optimiser)(model, CE, **({"outputs": select} if told else {}))
         pick = (lambda out: out) if whole or select is None else select
-        for _ in range(3):
+        for _ in range(2):
             opt.zero_grad()
             opt.loss(pick(model(X)), Y).backward()
             opt.step()
@@ -351,7 +351,7 @@ def test_noise_in_the_model_raises_no_false_alarm(name):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
             opt = LOOKING[name](model, CE)
-            for _ in range(3):
+            for _ in range(2):
                 opt.zero_grad()
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     value = opt.loss(make(model), Y)

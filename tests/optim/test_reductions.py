@@ -125,7 +125,7 @@ BY_LAYERS = ANYWHERE | {
     ),
     "two losses of one pass": add_losses_of_one_pass,
 }
-CASES = cross([ng.kfac], BLOCK_RECIPES[1:], BY_LAYERS) + cross([ng.hessian_free], [ng.natgrad_cg], ANYWHERE)
+CASES = cross([ng.kfac], BLOCK_RECIPES[1:], BY_LAYERS) + cross([ng.hessian_free], [ng.natgrad_cg], list(ANYWHERE)[::2])
 
 
 @pytest.mark.parametrize(("recipe", "name"), CASES)
@@ -205,7 +205,7 @@ def test_the_order_of_micro_batches_that_use_other_parameters_does_not_matter(st
     for order in ((0, 1), (1, 0)):
         model = build_seeded(Two)
         opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), exact, update_every=1, measure=False)
-        for _ in range(6):
+        for _ in range(4):
             opt.zero_grad()
             for head in order:
                 (opt.loss(model(X, head), Y) / 2).backward()

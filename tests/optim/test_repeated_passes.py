@@ -168,7 +168,7 @@ def make(source: str) -> tuple[Net, list[float]]:
 REST = [name for name in LOOKING if name not in ("hessian_free", "kfac, judged")]
 
 
-@pytest.mark.parametrize(("name", "source"), cross(["hessian_free"], REST, KNOWN) + pair(["kfac, judged"], KNOWN[::2]))
+@pytest.mark.parametrize(("name", "source"), cross(["hessian_free"], REST, KNOWN) + pair(["kfac, judged"], KNOWN[::4]))
 def test_a_step_is_that_of_the_function_that_the_users_pass_was(name: str, source: str) -> None:
     net, factors = make(source)
     opt = LOOKING[name](net, CE)

@@ -21,7 +21,7 @@ from natgrad.optim.block_step import is_due, is_due_to_measure, part_of_rows
 from natgrad.optim.state import Pace
 from natgrad.rules import BlockStep, Lazy, Parts
 
-STEPS = 60
+STEPS = 40
 
 
 def updates(recipe: Callable[..., Any], **choices: Any) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 
-HEADS = 8
+HEADS = 5
 
 
 def look_up(m: Any, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Counted(ng.Diagonal):
         return super().statistics(seen, before, decay)
 
 
-@pytest.mark.parametrize(("count", "every"), [(2, 2), (2, 6), (5, 5)])
+@pytest.mark.parametrize(("count", "every"), [(2, 6), (4, 4)])
 def test_readings_do_not_keep_in_step_with_turns(count: int, every: int):
     model = Turns("a layer", count)
     opt = ng.StructuredNaturalGradient(model, CE, Counted(0.95), update_every=every)
@@ -150,7 +150,6 @@ def test_a_part_without_rows_counts_as_one_that_is_not_called(recipe: Any, kind:
 STRUCTURES = ng.Kronecker(0.9), ng.EigenKronecker(0.9), ng.UnitWise(0.9)
 TAKING: dict[str, Any] = {
     **{recipe.__name__: lambda model, recipe=recipe: recipe(model, CE) for recipe in BLOCK_RECIPES},
-    **{f"blocks, {s}": lambda model, s=s: ng.StructuredNaturalGradient(model, CE, s) for s in STRUCTURES},
     **{
         f"flat, {s}": lambda m, s=s: ng.NaturalGradient(m, ng.fisher(m, CE), lr=0.1, damping=0.1, structure=s)
         for s in (*STRUCTURES, ng.Exact())

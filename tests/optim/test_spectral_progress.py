@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz_nets import Net, nets
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.strategies import sampled_from
 from models import Assembled, build_seeded, draw
 from optim_models import flat, flat_gradient, train_batches
@@ -295,8 +295,8 @@ def test_with_a_constant_rate_steps_shorten_as_the_loss_falls() -> None:
     def train(kl_share: float) -> float:
         model, generator = draw_layers(8, 32, 3, dtype=x.dtype), torch.Generator().manual_seed(0)
         opt = ng.kfac(model, nn.CrossEntropyLoss(), rule=SpectralProgress(kl_share=kl_share))
-        picks = [torch.randint(400, (32,), generator=generator) for _ in range(120)]
-        return sum(train_batches(opt, model, [(x[i], y[i]) for i in picks])[-40:])
+        picks = [torch.randint(400, (32,), generator=generator) for _ in range(80)]
+        return sum(train_batches(opt, model, [(x[i], y[i]) for i in picks])[-30:])
 
     assert train(0.3) < 0.8 * train(math.inf)
 
@@ -377,6 +377,7 @@ def train(net: Net, recipe: Any, separates: bool) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@settings(max_examples=15)
 @given(net=nets(), recipe=sampled_from([ng.kfac, ng.ekfac]))
 def test_inputs_alone_give_the_steps_of_all_statistics(recipe: Any, net: Net) -> None:
     model, opt = train(net, recipe, separates=True)

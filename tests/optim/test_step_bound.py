@@ -136,10 +136,8 @@ def test_no_step_moves_far_by_default(name: str, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_tight_bound_on_the_kl_means_short_steps(case: str) -> None:
     """And none beyond it on its own batch."""
-    bounds = (1e-3, 3e-2)
-    narrow, wide = (float(nats_of_steps(ng.kfac, case, 0, 12, max_kl=most).max()) for most in bounds)
-    assert 0 < narrow <= bounds[0]
-    assert 0 < wide <= bounds[1]
+    narrow = float(nats_of_steps(ng.kfac, case, 0, 12, max_kl=1e-3).max())
+    assert 0 < narrow <= 1e-3
     assert narrow < float(nats_of_steps(ng.kfac, case, 0, 12).max())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Assembled, assert_close, draw, mlp
+from models import Assembled, assert_close, draw, mlp, pair
 from optim_models import CE, Closure, X, Y, flat, iterate, net
 from optim_models import train as train_net
 from torch import Tensor, nn
@@ -186,8 +186,7 @@ def train(name: str, wide: bool, seed: int, closed: bool, own: bool, steps: int 
     return losses, opt
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["linear", "network"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "wide"), pair(PROBLEMS, [True, False]))
 def test_no_step_raises_the_loss_of_its_batch(name: str, wide: bool):
     losses, opt = train(name, wide, int(wide), closed=False, own=True)
     assert all(after <= before + 1e-5 * abs(before) for before, after in pairwise(losses))

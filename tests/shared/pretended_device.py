@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 PLACE = torch.device("meta")  # the one device without a driver that autograd knows
 MEETS_ALL = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_local_scalar_dense", "_foreach_copy_"}
@@ -48,10 +48,19 @@ class Distant(Tensor):
         return carry_out(func, args, kwargs or {})
 
 
+def list_leaves(tree: Any) -> Iterator[Any]:
+    """What lies in nested tuples, lists and dicts."""
+    if isinstance(tree, (tuple, list, dict)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from list_leaves(part)
+    else:
+        yield tree
+
+
 def carry_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation on what the tensors hold; RuntimeError where devices meet that may not."""
-    name, flat = func._schema.name.split("::")[1], tree_flatten((args, kwargs))[0]
-    tensors = [each for each in flat if isinstance(each, Tensor)]
+    name = func._schema.name.split("::")[1]
+    tensors = [each for each in list_leaves((args, kwargs)) if isinstance(each, Tensor)]
     distant = [each for each in tensors if isinstance(each, Distant)]
     assert all(isinstance(each, Distant) or each.device != PLACE for each in tensors), f"{name} takes an empty tensor"
     near = [each for each in tensors if not isinstance(each, Distant) and each.dim() > 0]
@@ -64,7 +73,7 @@ def carry_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*held[0], **held[1])
     known = {id(each.held): each for each in distant}
     stays = bool(distant) if wanted is None else torch.device(wanted) == PLACE
-    assert all(each.device != PLACE for each in tree_flatten(result)[0] if isinstance(each, Tensor)), f"{name} got lost"
+    assert all(each.device != PLACE for each in list_leaves(result) if isinstance(each, Tensor)), f"{name} got lost"
 
     def wrap(each: Any) -> Any:
         if not isinstance(each, Tensor) or isinstance(each, Distant):
@@ -80,8 +89,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         wanted = kwargs.get("device")
-        flat = tree_flatten((args, kwargs))[0]
-        if any(isinstance(each, Distant) for each in flat) or (wanted is not None and torch.device(wanted) == PLACE):
+        leaves = list_leaves((args, kwargs))
+        if any(isinstance(each, Distant) for each in leaves) or (wanted is not None and torch.device(wanted) == PLACE):
             return carry_out(func, args, kwargs)
         return func(*args, **kwargs)
 

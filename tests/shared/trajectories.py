@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import natgrad as ng
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "trajectories.json"
-STEPS = (1, 10, 50)
+STEPS = (1, 10)
 FEWER = (1, 10, 28)
 """From about the 25th step on, where gradients are mostly noise, `ng.kfac` multiplies round-off by ten in a step."""
 
