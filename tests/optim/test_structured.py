@@ -210,7 +210,7 @@ STRAY: dict[str, Callable[[nn.Module], Any]] = {
 LENGTHS = ng.MeasuredLength(), SpectralProgress()  # the latter reads inputs alone
 
 
-@pytest.mark.parametrize(("recipe", "how"), cross(RECIPES[:2], RECIPES[2:], product(STRAY, LENGTHS)))
+@pytest.mark.parametrize(("recipe", "how"), cross(RECIPES[:1], RECIPES[1:], product(STRAY, LENGTHS)))
 def test_passes_that_lead_to_no_loss_do_not_count(recipe: Callable[..., Any], how: tuple[str, Any]):
     stray, rule = how
 
