@@ -165,8 +165,10 @@ def test_a_copy_on_no_device_is_the_model_itself():
 
 @pytest.mark.parametrize("recipe", [*LAYERS, *FLAT])
 def test_every_recipe_takes_a_group_and_refuses_what_is_none(recipe: Callable[..., Any]):
-    model = net()
+    alone, model = net(), net()
+    iterate(recipe(alone, CE), alone, X, Y)
     iterate(recipe(model, CE, group=distributed.group.WORLD), model, X, Y)
+    assert torch.equal(flat(alone), flat(model))
     with pytest.raises(TypeError, match="group is 'gloo', expected a process group"):
         recipe(net(), CE, group="gloo")
 

@@ -377,7 +377,7 @@ def train(net: Net, recipe: Any, separates: bool) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 2)
 @given(net=nets(), recipe=sampled_from([ng.kfac, ng.ekfac]))
 def test_inputs_alone_give_the_steps_of_all_statistics(recipe: Any, net: Net) -> None:
     model, opt = train(net, recipe, separates=True)
