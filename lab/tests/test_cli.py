@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import small_study
@@ -244,10 +243,12 @@ def test_out_must_not_be_a_file(tmp_path):
 
 
 def start(out):
-    command = [sys.executable, "-c", "from natgrad_lab.cli import main; main()", "run", "digits", "--seeds", "1"]
+    """Six runs of some tenths of a second each."""
+    code = "from natgrad_lab import cli, experiments; experiments.EXPERIMENTS['tiny'] = 'small_races:RACE'; cli.main()"
+    words = ["run", "tiny", "--seeds", "1", "--set", "steps=1000", "--set", "threads=1", "--out", str(out)]
     return subprocess.Popen(
-        [*command, "--set", "steps=10", "--set", "seconds=600", "--set", "threads=1", "--out", str(out)],
-        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
 
 

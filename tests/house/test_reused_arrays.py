@@ -118,7 +118,7 @@ def test_minimize_takes_an_f_that_returns_one_array(vectorized: bool | None, poo
 
         settings = {"bounds": (arguments[2], arguments[3]), "integers": arguments[4], "vectorized": vectorized}
         with ThreadPoolExecutor(1) as pool:
-            settings |= {"executor": pool if pooled else None, "restarts": 2, "maxfevals": 300 if pooled else 600}
+            settings |= {"executor": pool if pooled else None, "restarts": 2, "maxfevals": 60}
             results.append(ng.minimize(f, arguments[0], arguments[1], seed=0, **settings))
     fresh, reused = results
     assert torch.equal(fresh.x, reused.x)

@@ -28,8 +28,8 @@ def adam(model: nn.Module, criterion: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=3e-3)
 
 
-def train(recipe: Callable[..., Any], kind: str, gamma: float, steps: int = 30) -> float:
-    """The mean loss of the last ten steps of 16 at a falling rate; nan where a parameter is not finite."""
+def train(recipe: Callable[..., Any], kind: str, gamma: float, steps: int = 16) -> float:
+    """The mean loss of the last four steps of 16 at a falling rate; nan where a parameter is not finite."""
     torch.manual_seed(0)
     model, (x, y) = scaled_net(kind, gamma, small=True), scaled_data(kind)
     opt = recipe(model, CE)
@@ -45,12 +45,12 @@ def train(recipe: Callable[..., Any], kind: str, gamma: float, steps: int = 30) 
         falling.step()
         losses.append(float(loss.detach()))
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    return sum(losses[-10:]) / 10 if finite else math.nan
+    return sum(losses[-4:]) / 4 if finite else math.nan
 
 
 @cache
 def adams(kind: str, gamma: float) -> float:
-    """Adam's loss there."""
+    """Adam's loss there, which has hardly begun to fall."""
     return train(adam, kind, gamma)
 
 
@@ -58,7 +58,7 @@ def adams(kind: str, gamma: float) -> float:
 def test_a_nearly_dead_layer_trains_as_with_adam(name: str, kind: str, gamma: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a step that was skipped says so: what counts is the end
-        assert train(RECIPES[name], kind, gamma) < 1.1 * adams(kind, gamma) + 0.02
+        assert train(RECIPES[name], kind, gamma) < 0.9 * adams(kind, gamma)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -220,14 +220,17 @@ def test_all_contestants_go_to_one_stage_before_one_goes_to_the_next(data, monke
         at_size.main(tmp_path / "parts", settings, (6,), ["KL"])
 
 
-@pytest.mark.parametrize("updates", [30, 130])  # of MSGD's 40 to the first stage, and of a later contestant
-def test_a_stage_goes_on_after_an_interrupt_with_equal_numbers(updates, data, monkeypatch, tmp_path):
+def test_a_stage_goes_on_after_interrupts_with_equal_numbers(data, monkeypatch, tmp_path):
     monkeypatch.setenv("NATGRAD_DATA", str(data))
     settings = at_size.AtSizeSettings(**AT_SIZE, steps=8, evaluations=4)
-    asked = iter(range(1000))
-    with pytest.raises(Interrupted):
-        at_size.StagedRuns(Folder(tmp_path / "parts"), settings, lambda: next(asked) >= updates).carry_out((2,))
-    assert not at_size_page.read_records(tmp_path / "parts")
+    for updates in (30, 100):  # of MSGD's 40 to the first stage, and of a later contestant
+        asked = iter(range(1000))
+        staged = at_size.StagedRuns(
+            Folder(tmp_path / "parts"), settings, lambda asked=asked, end=updates: next(asked) >= end
+        )
+        with pytest.raises(Interrupted):
+            staged.carry_out((2,))
+        assert not at_size_page.read_records(tmp_path / "parts")
     for name in ("parts", "whole"):
         at_size.main(tmp_path / name, settings, (2,))
     (parts,), (uncut,) = (at_size_page.read_records(tmp_path / name) for name in ("parts", "whole"))

@@ -88,20 +88,22 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return execute(figure1.STUDY, FEW, [0], tmp_path_factory.mktemp("study"))
 
 
-def test_the_study_ends_in_a_page(study):
-    numbers, page = build(study.path)
-    text = page.read_text()
-    assert numbers.missing == 0
-    assert text.count("<svg role") == 6
-    assert "As printed" in text
-    assert "The other reading" in text
-    assert "not given in the paper" in text
+def test_the_study_ends_in_both_readings(study):
+    outcome = read_outcome(figure1.STUDY, study)
+    assert outcome.missing == 0
+    assert [section.title for section in outcome.story.sections] == list(figure1.TITLES.values())
+    assert all(section.pictures for section in outcome.story.sections)
 
 
-def test_a_half_finished_study_shows_the_reading_that_is_there(study, tmp_path):
+def test_a_half_finished_study_ends_in_a_page_of_the_reading_that_is_there(study, tmp_path):
     folder = Folder(shutil.copytree(study.path, tmp_path / "half"))
     (folder.records / "starts-other.json").unlink()
-    assert [section.title[:10] for section in read_outcome(figure1.STUDY, folder).story.sections] == ["As printed"]
+    outcome, page = build(folder.path)
+    text = page.read_text()
+    assert [section.title for section in outcome.story.sections] == [figure1.TITLES["printed"]]
+    assert text.count("<svg role") == 3
+    assert "Not complete" in text
+    assert "not given in the paper" in text
 
 
 @pytest.mark.parametrize(("natural", "newton", "shown"), [(1.0, 3.0, True), (2.5, 3.0, False), (1.0, 1.5, False)])
