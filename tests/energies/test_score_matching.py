@@ -67,7 +67,7 @@ DENSITIES = {
 
 
 @pytest.mark.parametrize(
-    ("loss", "density"), [*pair(LOSSES, DENSITIES), *pair(["in chunks", "sliced"], ["other layers"])]
+    ("loss", "density"), [*pair(LOSSES, DENSITIES), ("in chunks", "other layers")]
 )
 def test_losses_are_differentiable_in_the_examples(loss, density):
     """What an encoder, or a scale of the data, in front of the density learns by."""
@@ -78,17 +78,18 @@ def test_losses_are_differentiable_in_the_examples(loss, density):
             torch.manual_seed(0)
             return LOSSES[loss](log_p, params, x)
 
-    assert torch.autograd.gradcheck(evaluate, draw(4, 3).requires_grad_())
+    assert torch.autograd.gradcheck(evaluate, draw(3, 3).requires_grad_())
 
 
-@pytest.mark.parametrize("variance_reduced", [True, False])
-@pytest.mark.parametrize("mask", [None, torch.tensor([True, False, True])])
+@pytest.mark.parametrize(
+    ("variance_reduced", "mask"), [(True, None), (False, torch.tensor([True, False, True]))]
+)
 def test_sliced_score_matching_is_unbiased(variance_reduced, mask):
     params, x = vector_case("score_matching_n3")
     expected = ng.score_matching_loss(two_layers, params, x, mask=mask).detach()
     options: Any = {"variance_reduced": variance_reduced, "mask": mask, "generator": torch.Generator().manual_seed(0)}
     draws = torch.stack(
-        [ng.sliced_score_matching_loss(two_layers, params, x, slices=8, **options).detach() for _ in range(150)]
+        [ng.sliced_score_matching_loss(two_layers, params, x, slices=8, **options).detach() for _ in range(60)]
     )
     assert draws.std() > 0
     assert (draws.mean() - expected).abs() < 4 * draws.std() / len(draws) ** 0.5

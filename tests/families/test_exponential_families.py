@@ -99,6 +99,11 @@ CASES: dict[str, tuple[ng.ExponentialFamily, Callable[..., Tensor]]] = {
     "product": (PAIR, lambda *s: torch.cat([tensor([0.5, -1.0]).expand(*s, 2), 0.3 * draw(*s, 3)], -1)),
 }
 every = pytest.mark.parametrize("name", CASES)
+INVERTED = (  # each way from eta to theta
+    *("normal", "exponential", "gamma", "dirichlet", "ising", "chain", "bits", "counts", "diagonal", "sparse"),
+    *("centred, sparse", "log-normal", "inverse gaussian", "negative binomial", "logarithmic", "sphere", "scatter"),
+    *("complex", "product"),
+)
 
 
 @every
@@ -120,7 +125,7 @@ def test_divergences_take_two_precisions(name):
     assert_close(family.bregman(single, theta), family.bregman(single.double(), theta), rtol=1e-3, atol=1e-5)
 
 
-@every
+@pytest.mark.parametrize("name", INVERTED)
 def test_derivatives_of_natural_are_the_same_in_every_mode(name):
     """torch takes a custom function's forward derivative of a forward derivative for zero, without a word."""
     family, make = CASES[name]
@@ -142,7 +147,7 @@ def second_of(function, jacobian):
     return jacobian(jacobian(function))
 
 
-@every
+@pytest.mark.parametrize("name", INVERTED)
 def test_second_derivatives_flow_through_the_coordinates(name):
     """phi is convex with the Hessian Cov(T)^-1, and its third derivative is that of the inverse matrix."""
     family, make = CASES[name]
@@ -150,8 +155,6 @@ def test_second_derivatives_flow_through_the_coordinates(name):
     hessian = torch.func.hessian(family.conjugate)(eta)
     assert_close(hessian, family.fisher_expectation(eta).dense(), rtol=1e-6, atol=1e-7)
     probe, moved = draw(len(eta)), eta.clone().requires_grad_()
-    if name == "known covariance":
-        return  # linear
     (slope,) = torch.autograd.grad(family.natural(moved) @ probe, moved, create_graph=True)
     (second,) = torch.autograd.grad(slope @ probe, moved)
     step = 1e-5 * eta.abs().min() * probe

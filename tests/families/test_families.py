@@ -67,7 +67,7 @@ FAMILIES: dict[str, tuple[ng.Likelihood, Any]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_is_sound(name):
     family, outputs = FAMILIES[name]
-    check_family(family, outputs)
+    check_family(family, outputs, samples=5000)
 
 
 @pytest.mark.parametrize("log_variance", [True, False])

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from models import F64, draw
+from models import F64, draw, pair
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -67,10 +67,10 @@ def ratio_matching(field: MarkovField, theta: Tensor, x: Tensor) -> Tensor:
 DEFINITIONS = {PseudoLikelihood: pseudo_likelihood, RatioMatching: ratio_matching}
 
 
-@every
 @pytest.mark.parametrize("kind", DEFINITIONS)
-@pytest.mark.parametrize("ridge", [0.0, 0.1])
-def test_a_fit_is_a_minimum_of_its_definition(name, kind, ridge):
+@every
+def test_a_fit_is_a_minimum_of_its_definition(name, kind):
+    ridge = 0.1 if name == "bits" else 0.0
     (field, scale), loss = FIELDS[name], DEFINITIONS[kind]
     x = field.sample(scale * draw(field.size), 300, generator=generator())
     found = field.fit(x, kind(ridge=ridge))
@@ -79,8 +79,9 @@ def test_a_fit_is_a_minimum_of_its_definition(name, kind, ridge):
     assert float(loss(field, found, x)) <= float(loss(field, torch.zeros_like(found), x))
 
 
-@every
-@pytest.mark.parametrize("method", [PseudoLikelihood(), RatioMatching(), StochasticLikelihood(steps=60, chains=500)])
+@pytest.mark.parametrize(
+    ("name", "method"), pair(FIELDS, [PseudoLikelihood(), StochasticLikelihood(steps=60, chains=500), RatioMatching()])
+)
 def test_fits_approach_the_field_that_was_drawn(name, method):
     """KL to the truth is of the order of parameters over examples; maximum likelihood has half of that."""
     field, scale = FIELDS[name]
@@ -107,7 +108,7 @@ def test_annealing_finds_the_constant(field):
 @pytest.mark.parametrize("field", [Ising(4), potts(), triple()], ids=["pairs", "several values", "triples"])
 def test_tempered_draws_have_the_moments(field):
     theta = torch.stack([0.7 * draw(field.size), 0.4 * draw(field.size, seed=1)])
-    count, sampler = 2000, Tempering(burn_in=20, chains=2000, levels=4)
+    count, sampler = 800, Tempering(burn_in=20, chains=800, levels=4)
     tempered = copy.copy(field)
     tempered.gibbs = sampler
     x = tempered.sample(theta, count, generator=generator())

@@ -89,8 +89,8 @@ def test_a_field_of_one_s_own_by_definition():
 @pytest.mark.parametrize("name", PAIRS)
 def test_draws_by_every_road_have_the_right_means(name):
     listed, other = PAIRS[name]
-    theta, count = 0.5 * draw(listed.size), 8_000
-    gibbs = Gibbs(burn_in=60, chains=4_000, thinning=10)
+    theta, count = 0.5 * draw(listed.size), 4_000
+    gibbs = Gibbs(burn_in=60, chains=2_000, thinning=10)
     places = gibbs.draw(listed.tables, theta, count, GENERATOR)
     found = [listed.sample(theta, count, generator=GENERATOR), other.sample(theta, count, generator=GENERATOR)]
     found.append(listed.tables.points(places, theta))
@@ -129,7 +129,7 @@ FIELDS = {
 def test_a_sweep_leaves_the_field_s_law_as_it_is(name, kind):
     """Two thetas at once; both ways to sweep have the field's means after some sweeps from uniform states."""
     family = FIELDS[name]()
-    theta, chains = (0.1 if name == "a grid" else 0.4) * draw(2, family.size, seed=3), 4000
+    theta, chains = (0.1 if name == "a grid" else 0.4) * draw(2, family.size, seed=3), 2000
     sweep = kind(family.tables, colour_variables(family.n, family.tables.cliques), theta, chains)
     sweep.start(GENERATOR)
     for _ in range(25):

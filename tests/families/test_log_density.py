@@ -90,15 +90,12 @@ def test_the_empirical_fisher_is_the_moment_of_the_scores_of_x() -> None:
     ("recipe", "model"),
     [
         (ng.kfac, Couplings),
-        (ng.kfac, Lazy),
-        (ng.ekfac, Bare),
+        (ng.ekfac, Lazy),
         (ng.diagonal, Bare),
-        (ng.unitwise, Couplings),
         (ng.online_ng, Lazy),
-        (ng.tonga, Bare),
     ],
 )
-def test_every_recipe_learns_a_density(recipe: Any, model: Callable[[], nn.Module]) -> None:
+def test_recipes_learn_a_density(recipe: Any, model: Callable[[], nn.Module]) -> None:
     flow, generator = model(), torch.Generator().manual_seed(2)
     opt = recipe(flow, ng.LogDensity())
     losses = []

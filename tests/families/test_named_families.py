@@ -173,9 +173,8 @@ CHAIN_FREE = [0, 1, 2, 3, 4, 5, 6, 8]
 CHAIN = ng.SubModel(ng.MultivariateNormal(3), CHAIN_FREE, base=tensor([0, 0, 0, -0.5, -0.5, -0.5, 0, 0, 0]))
 
 
-@pytest.mark.parametrize("size", [1.0, 30.0])
-def test_newton_refuses_moments_on_the_edge_and_beyond(size):
-    x = size * draw(3)
+def test_newton_refuses_moments_on_the_edge_and_beyond():
+    x = 30 * draw(3)
     edge = CHAIN.statistics(x)  # one point: no spread
     for eta in (edge, edge - 1e-6 * tensor([0.0, 0, 0, 1, 1, 1, 0, 0])):
         with pytest.raises(ValueError, match="not reached"):

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, assert_close, draw
+from models import F64, assert_close, draw, pair
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad.families import Huber, Laplace, as_criterion
 from natgrad.testing import check_family
 
-DELTAS = [0.05, 0.3, 1.0, 1.345, 3.0, 8.0]
+DELTAS = [0.05, 1.0, 8.0]
 NODES, WEIGHTS = torch.linalg.eigh(
     torch.diag(k := torch.arange(1, 60, dtype=F64) / (4 * torch.arange(1, 60, dtype=F64) ** 2 - 1).sqrt(), 1)
     + torch.diag(k, -1)
@@ -81,8 +81,7 @@ def test_the_families_are_sound(name: str):
     check_family(CASES[name], draw(3, 4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), pair(CASES, [F64, torch.float32, F64, torch.float32, torch.float32]))
 def test_draws_have_the_distribution_of_the_density(name: str, dtype: torch.dtype):
     """The share of draws below a few points, in standard errors."""
     family, count = CASES[name], 200_000

@@ -104,7 +104,7 @@ def test_ctrl_c_anywhere_leaves_the_state_after_a_whole_step(name: str):
         run()
     places.append(read_place(owner))
     assert len(places) >= 6
-    for part in range(1, 8):
+    for part in (1, 3, 5, 7):
         owner, run = LOOPS[name]()
         with Interrupt(part * lines.seen // 8):
             run()
@@ -214,10 +214,10 @@ def test_ctrl_c_while_torch_switches_gradients_leaves_them_on(name: str, event: 
         return switch.seen
 
     count = interrupt_run(0)
-    for n in sorted({1, count // 2, count} - {0}):
+    for n in sorted({1, count} - {0}):
         with torch.enable_grad():
             interrupt_run(n)
             assert torch.is_grad_enabled()
-        with torch.no_grad():  # a user's own choice stays
-            interrupt_run(n)
-            assert not torch.is_grad_enabled()
+    with torch.no_grad():  # a user's own choice stays
+        interrupt_run(max(count // 2, 1))
+        assert not torch.is_grad_enabled()

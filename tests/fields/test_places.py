@@ -44,23 +44,6 @@ def test_a_called_field_shows_what_it_calls(name: str):
     assert copy.deepcopy(field) is field
 
 
-def test_any_order_of_imports_calls_the_function():
-    use = """
-import torch
-opt = call(torch.nn.Linear(1, 1), {"value": lambda u, x: u(x)})
-assert type(opt) is field.ResidualOptimizer
-import natgrad
-assert natgrad.residuals is field and natgrad.laplacian is field.laplacian
-"""
-    orders = (
-        "import natgrad.residuals as field; call = field",
-        "from natgrad import residuals as field; call = field",
-        "import natgrad as ng; ng.laplacian; call = field = ng.residuals",
-        "from natgrad.residuals import laplacian; import natgrad as ng; call = field = ng.residuals",
-    )
-    run_alone(*(order + use for order in orders))
-
-
 def test_a_wrong_call_of_a_field_is_the_sentence_of_its_function():
     with pytest.raises(TypeError, match=r"^residuals.*'terms' is missing"):
         ng.residuals(nn.Linear(1, 1))  # type: ignore[call-arg]
@@ -70,8 +53,24 @@ def test_a_wrong_call_of_a_field_is_the_sentence_of_its_function():
 # The place before this version
 
 
-def test_the_earlier_place_has_the_same_things_and_says_where_they_are():
-    imports = """
+CALL = """
+import torch
+try:
+    call(torch.nn.Linear(1, 1))
+except TypeError as error:
+    assert "residuals" in str(error) and "'terms' is missing" in str(error)
+else:
+    raise AssertionError("called without terms")
+import natgrad
+assert natgrad.residuals is field and natgrad.laplacian is field.laplacian
+"""
+ORDERS = (
+    "import natgrad.residuals as field; call = field",
+    "from natgrad import residuals as field; call = field",
+    "import natgrad as ng; ng.laplacian; call = field = ng.residuals",
+    "from natgrad.residuals import laplacian; import natgrad as ng; call = field = ng.residuals",
+)
+EARLIER_IMPORTS = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -86,7 +85,7 @@ assert natgrad.applications.vmc is ng.vmc and GaussianSearch is ng.GaussianSearc
 assert Boltzmann is ng.Boltzmann and residuals is ng.residuals and score_matching_loss is ng.score_matching_loss
 assert maximize_likelihood is ng.maximize_likelihood
 """
-    attribute = """
+EARLIER_ATTRIBUTE = """
 import warnings
 import natgrad as ng
 assert "applications" not in dir(ng)  # who lists the names is not warned
@@ -95,7 +94,10 @@ with warnings.catch_warnings(record=True) as caught:
     assert ng.applications.search.RayPool is ng.search.RayPool
 assert [warning.category for warning in caught] == [FutureWarning]
 """
-    run_alone(imports, attribute)
+
+
+def test_any_order_of_imports_calls_the_function_and_the_earlier_place_leads_there():
+    run_alone(*(order + CALL for order in ORDERS), EARLIER_IMPORTS, EARLIER_ATTRIBUTE)
 
 
 def test_what_was_pickled_under_the_earlier_place_is_read():
