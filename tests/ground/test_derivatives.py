@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import assert_close, build_seeded, draw
+from models import assert_close, build_seeded, draw, pair
 from optim_models import Interrupt
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -238,8 +238,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("loss", "name"), [*pair(LOSSES, NORMS), *pair(["exact", "in chunks", "sliced"], NORMS)])
 @pytest.mark.parametrize("first", [True, False], ids=["norm of a linear map", "norm of an activation"])
 def test_losses_of_energies_with_norms_have_the_gradient_of_the_norm_by_hand(loss, name, first):
     found = []
@@ -252,8 +251,7 @@ def test_losses_of_energies_with_norms_have_the_gradient_of_the_norm_by_hand(los
         assert_close(mine, theirs, 1e-8, scale=1.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"slices": 2}, {"chunk_size": 2}], ids=repr)
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("options", "name"), pair([{}, {"slices": 2}, {"chunk_size": 2}], NORMS), ids=repr)
 def test_metrics_of_energies_with_norms_are_those_of_the_norm_by_hand(options, name):
     matrices = []
     for net in energies(name, first=False):

@@ -31,9 +31,10 @@ def is_finite(trainer: Any) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in (*trainer.machine.parameters(), *kept))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("radius", [math.inf, 0.03])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    ("name", "optimizer", "radius"),
+    [(name, each, (math.inf, 0.03)[(i + k) % 2]) for i, name in enumerate(WRONG) for k, each in enumerate(OPTIMIZERS)],
+)
 def test_no_inverse_makes_a_weight_that_is_not_finite(name: str, radius: float, optimizer: str, monkeypatch: Any):
     def lie(self: Operator, damping: float = 0.0) -> Operator:
         return DiagonalOperator(torch.full((self.size,), WRONG[name], dtype=self.dtype))

@@ -11,7 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, F64, X3, Assembled, Tied, affine, assert_close, build_seeded, draw, mlp, reference_metric
+from models import (
+    CASES,
+    F64,
+    X3,
+    Assembled,
+    Tied,
+    affine,
+    assert_close,
+    build_seeded,
+    draw,
+    mlp,
+    pair,
+    reference_metric,
+)
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -210,7 +223,7 @@ LOSSES: dict[str, tuple[Any, Any]] = {
     "log-probabilities": (nn.NLLLoss, log_probabilities),
     "distillation": (nn.KLDivLoss, log_probabilities),
 }
-SCALES = [(name, way) for name in LOSSES for way in ("mean", "sum")] + [("distillation", "batchmean")]
+SCALES = [*pair(LOSSES, ["mean", "sum", "sum"]), ("distillation", "batchmean")]
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
@@ -358,8 +371,9 @@ COPIED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda operator: pickle.loads(pickle.dumps(operator))])
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize(
+    ("name", "copy_of"), pair(COPIED, [copy.deepcopy, lambda operator: pickle.loads(pickle.dumps(operator))])
+)
 def test_a_copy_of_a_metric_at_a_point_gives_the_same_products(name: str, copy_of: Any) -> None:
     """Copies have graphs of their own: autograd's is neither copied nor pickled with a tensor."""
     metric, data = COPIED[name]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import F64, X3, draw, mlp
+from models import F64, X3, draw, mlp, pair
 from torch import Tensor, nn
 from torch.distributions import Normal
 
@@ -91,8 +91,7 @@ def pickle_and_load(operator: Operator) -> Operator:
     return pickle.loads(pickle.dumps(operator))
 
 
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle_and_load])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "copy_of"), pair(BUILDERS, [copy.deepcopy, pickle_and_load]))
 def test_a_copy_has_the_same_products(name: str, copy_of: Callable[[Operator], Operator]) -> None:
     operator, _ = BUILDERS[name]()
     vector, twin = draw(operator.size), copy_of(operator)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import CASES, F64, Assembled, assert_close, draw, mlp
+from models import CASES, F64, Assembled, assert_close, draw, mlp, pair
 from optim_models import CE, X, Y, flat, iterate, net
 from torch import nn
 
@@ -47,9 +47,9 @@ def test_the_estimated_diagonal_is_unbiased(name):
     metric = ng.fisher(model, case.family)
     G = metric.at(params, case.inputs)
     exact = G.diagonal()
-    P, _ = ng.DiagonalPreconditioner(power=1.0, samples=2000).update(None, metric, params, case.inputs, 0.0, G)
+    P, _ = ng.DiagonalPreconditioner(power=1.0, samples=1000).update(None, metric, params, case.inputs, 0.0, G)
     kept = exact > 1e-12
-    assert float((1 / P.diagonal() - exact)[kept].norm() / exact.norm()) < 0.06
+    assert float((1 / P.diagonal() - exact)[kept].norm() / exact.norm()) < 0.085
 
 
 def test_the_running_average_draws_anew_and_is_kept():
@@ -77,8 +77,8 @@ def test_metrics_without_labels_are_probed_by_products():
     data = X, draw(8, 2)
     G = metric.at(params, data)
     exact = G.dense().diagonal()
-    P, _ = ng.DiagonalPreconditioner(power=1.0, samples=3000).update(None, metric, params, data, 0.0, G)
-    assert float((1 / P.diagonal() - exact).norm() / exact.norm()) < 0.1
+    P, _ = ng.DiagonalPreconditioner(power=1.0, samples=1500).update(None, metric, params, data, 0.0, G)
+    assert float((1 / P.diagonal() - exact).norm() / exact.norm()) < 0.14
 
 
 @pytest.mark.parametrize("examples", [3, 100])
@@ -110,8 +110,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(("choice", "solver"), pair(CHOICES, SOLVERS))
 def test_the_step_is_the_same_with_and_without(choice, solver):
     plain, helped = net(), net()
     for model, preconditioner in ((plain, None), (helped, CHOICES[choice])):

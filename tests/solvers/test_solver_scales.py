@@ -65,7 +65,7 @@ def true_ratio(operator: Operator, value: Tensor, rhs: Tensor, damping: float) -
 
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [(torch.float32, 1e-38), (torch.float32, 1e-30), (torch.float32, 1.0), (torch.float32, 1e25), (F64, 1e200)],
+    [(torch.float32, 1e-38), (torch.float32, 1.0), (F64, 1e200)],
 )
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_converged_means_a_small_residual(solver, dtype, size):
@@ -125,7 +125,7 @@ TIGHT = {
     "PseudoInverse": PseudoInverse(1e-5),
     "Auto": Auto(),
 }
-UNITS = (1e-25, 1e-15, 1e15, 1e25)
+UNITS = (1e-25, 1e25)
 CASES = [(name, damping) for name in TIGHT for damping in (0.0, 0.01) if damping or name != "Nystrom"]
 
 
