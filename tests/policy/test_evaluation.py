@@ -45,8 +45,8 @@ def test_the_best_agent_is_saved(tmp_path: Path):
         eval_freq=128,
         best_model_save_path=tmp_path / "best",
     )
-    agent.learn(128 * 6, callback=watch)
-    assert len(watch.history["mean_reward"]) == 6
+    agent.learn(128 * 4, callback=watch)
+    assert len(watch.history["mean_reward"]) == 4
     best = ng.TRPO(None, "CartPole-v1").load(tmp_path / "best" / "best_model.pt")
     assert all(torch.equal(value, kept[-1][name]) for name, value in best.actor.state_dict().items())
     assert sum(best.evaluate("CartPole-v1", 2)) / 2 == watch.best_mean_reward
@@ -60,13 +60,13 @@ def test_what_was_best_is_known_to_a_run_that_goes_on(tmp_path: Path):
         )
 
     straight, watch = build(Path("straight"))
-    straight.learn(128 * 6, callback=[lambda agent: None, watch])
+    straight.learn(128 * 4, callback=[lambda agent: None, watch])
     agent, first = build(Path("resumed"))
-    agent.learn(128 * 3, callback=[first])
+    agent.learn(128 * 2, callback=[first])
     agent.save(tmp_path / "agent.pt")
     other, second = build(Path("resumed"))
     other.load(tmp_path / "agent.pt").save(tmp_path / "again.pt")  # nobody has asked for what the callback knew yet
-    other.load(tmp_path / "again.pt").learn(128 * 3, callback=second)
+    other.load(tmp_path / "again.pt").learn(128 * 2, callback=second)
     assert second.history == watch.history
     assert (second.best_mean_reward, second.last_mean_reward) == (watch.best_mean_reward, watch.last_mean_reward)
     states = [torch.load(tmp_path / name / "best_model.pt", weights_only=True) for name in ("straight", "resumed")]

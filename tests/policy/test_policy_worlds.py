@@ -173,23 +173,23 @@ class Side(gym.Env):
         return self.unit * self.place, self.reward_unit * reward, True, False, {}
 
 
-def learn_side(unit: float, reward_unit: float, offset: float = 0.0) -> tuple[ng.TRPO, float]:
-    """The learner after ten updates, and the share of states in which it takes the right side."""
+def learn_side(unit: float, reward_unit: float, offset: float = 0.0, updates: int = 10) -> tuple[ng.TRPO, float]:
+    """The learner after some updates, and the share of states in which it takes the right side."""
     agent = ng.TRPO(None, Side(unit, reward_unit, offset), batch=256, seed=0)
-    agent.learn(10 * 256)
+    agent.learn(updates * 256)
     places = np.random.default_rng(0).normal(size=(400, 2))
     return agent, float((agent.predict(unit * places)[0] == (places[:, 0] > 0)).mean())
 
 
-@pytest.mark.parametrize(("unit", "reward_unit"), [(2.0**-30, 1.0), (1.0, 2.0**-40), (2.0**30, 2.0**40)])
-def test_units_of_observations_and_rewards_do_not_matter(unit: float, reward_unit: float):
-    (agent, share), (again, _) = learn_side(1.0, 1.0), learn_side(unit, reward_unit)
-    assert share > 0.9
-    for p, q in zip(agent.policy.parameters(), again.policy.parameters(), strict=True):
-        assert torch.equal(p, q)
+def test_units_of_observations_and_rewards_do_not_matter():
+    agent, _ = learn_side(1.0, 1.0, updates=3)
+    for unit, reward_unit in ((2.0**-30, 2.0**40), (2.0**30, 2.0**-40)):
+        again, _ = learn_side(unit, reward_unit, updates=3)
+        for p, q in zip(agent.policy.parameters(), again.policy.parameters(), strict=True):
+            assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("offset", [-100.0, -20.0, 20.0, 100.0])
+@pytest.mark.parametrize("offset", [-100.0, 100.0])
 def test_rewards_that_differ_little_are_told_apart(offset: float):
     _, share = learn_side(1.0, 1.0, offset)
     assert share > 0.9
@@ -204,9 +204,7 @@ def test_entries_that_never_change_are_not_blown_up():
 ENVS = {
     "one": Walk,
     "several": lambda: [Walk(7), Walk(9)],
-    "CartPole": lambda: gym.make("CartPole-v1"),
     "Pendulum": lambda: gym.make("Pendulum-v1", max_episode_steps=30),
-    "Acrobot": lambda: gym.make("Acrobot-v1"),
     "FrozenLake": lambda: gym.make("FrozenLake-v1"),
     **{mode.name: (lambda mode=mode: SyncVectorEnv([Walk, Walk], autoreset_mode=mode)) for mode in AutoresetMode},
     "CartPole, vectorised": lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"),
@@ -219,12 +217,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "choices"), [*((name, "adaptive") for name in ENVS), ("one", "K-FAC"), ("one", "few states")]
+    ("name", "choices"),
+    [*((name, "adaptive") for name in ENVS if name != "one"), ("one", "K-FAC"), ("one", "few states")],
 )
 def test_a_checkpoint_goes_on_bit_for_bit(name: str, choices: str, tmp_path):
     straight, first, again = (small(ENVS[name](), **KINDS[choices]) for _ in range(3))
-    straight.learn(64 * 3)
-    first.learn(64 * 2)
+    straight.learn(64 * 2)
+    first.learn(64)
     first.predict(first.worlds.observation_space.sample(), deterministic=False)
     first.save(tmp_path / "policy.pt")
     torch.load(tmp_path / "policy.pt", weights_only=True)
@@ -253,12 +252,19 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def honest() -> Any:
+    """An agent after two updates without a fault."""
+    agent = small(Walk())
+    agent.learn(64 * 2)
+    return agent
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_environment_that_fails_leaves_all_as_before_the_update(fault: str):
-    agent, honest = small(Walk(fault=fault, at=64 * 2 + 30)), small(Walk())
+def test_an_environment_that_fails_leaves_all_as_before_the_update(fault: str, honest: Any):
+    agent = small(Walk(fault=fault, at=64 * 2 + 30))
     with pytest.raises(pg.EnvironmentFault, match=FAULTS[fault]):
         agent.learn(64 * 4)
-    honest.learn(64 * 2)
     assert len(agent.history) == 2
     assert agent.steps == 128
     assert all(torch.equal(a, b) for a, b in zip(parameters(agent), parameters(honest), strict=True))
