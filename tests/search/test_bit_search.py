@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from black_boxes import list_discrete
-from models import cross, pair
+from models import pair
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -143,18 +143,18 @@ RESTARTED = {
 }
 
 
-@pytest.mark.parametrize(("name", "restarts"), cross(["gaussian"], [], WAYS) + pair(RESTARTED, WAYS))
+@pytest.mark.parametrize(("name", "restarts"), [("gaussian", way) for way in WAYS] + pair([*RESTARTED][:-1], WAYS))
 def test_a_given_search_starts_again_with_another_population(name: str, restarts, tmp_path):
     def flat(X: Tensor) -> Tensor:  # every run ends soon
         return torch.zeros(len(X))
 
-    settings = {"maxfevals": 900, "restarts": restarts, "checkpoint_every": 7}
+    settings = {"maxfevals": 600, "restarts": restarts, "checkpoint_every": 7}
     seen: list[int] = []
     result = ng.minimize(flat, RESTARTED[name](), callback=lambda s: seen.append(s.popsize), **settings)
-    assert result.nfev <= 900
+    assert result.nfev <= 600
     assert max(result.history["run"]) >= 1
     if name != "bits, CGA":  # whose population is in its update
         assert max(seen) > seen[0]
-    for budget in (500, 900):
+    for budget in (350, 600):
         parts = ng.minimize(flat, RESTARTED[name](), checkpoint=tmp_path / "parts", **settings | {"maxfevals": budget})
     assert (parts.nfev, parts.nit, parts.fun) == (result.nfev, result.nit, result.fun)

@@ -86,7 +86,7 @@ def ask_black_box(f: Callable[[Any], Any], b: int, d: int) -> tuple[BlackBox, Te
 # Found out by asking.
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (5, 5), (10, 10), (10, 3), (3, 10), (4, 1), (7, 6)])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (10, 3), (3, 10), (4, 1)])
 @pytest.mark.parametrize("name", POINTS)
 def test_a_function_of_one_point_gets_points(name: str, shape: tuple[int, int]):
     """Squares included, where the shape tells nothing."""
@@ -172,7 +172,7 @@ def test_what_is_no_number_at_some_points_is_a_failed_evaluation(name: str, vect
 
     counted, calls = count_calls(f)
     with pytest.warns(RuntimeWarning, match="infinitely bad") as caught:
-        result = ng.minimize(counted, [2.0, 2.0], 1.0, seed=0, maxfevals=500, vectorized=vectorized)
+        result = ng.minimize(counted, [2.0, 2.0], 1.0, seed=0, maxfevals=300, vectorized=vectorized)
     assert len(caught) == 1
     assert 0.25 <= result.fun < 0.26
     assert result.nfev == len(calls)
@@ -233,7 +233,7 @@ def test_fuzz_any_objective_ends_with_a_result_and_honest_counts(
             return found
         return values(x)
 
-    budget = 90
+    budget = 60
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         result = ng.minimize(

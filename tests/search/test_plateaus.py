@@ -47,8 +47,7 @@ def climb_alone(f: Callable[[Tensor], Tensor], n: int, seed: int, evaluations: i
     return value
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", SEARCHES)
+@pytest.mark.parametrize(("kind", "seed"), pair(SEARCHES, range(2)))
 def test_a_hidden_prefix_is_found(kind: str, seed: int):
     """A (1+1)-EA needs 0.86 n^2, 1375 evaluations on average."""
     search = SEARCHES[kind](40, seed=seed)

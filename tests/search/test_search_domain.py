@@ -67,7 +67,7 @@ def test_the_covariance_stays_positive_and_finite(name: str, rate: float, kind: 
     generator = torch.Generator().manual_seed(0)
     for popsize in (2, 30):
         state = model.start(torch.zeros(D, dtype=torch.float64), 1.0, popsize)
-        for _ in range(25):
+        for _ in range(15):
             normals = torch.randn(popsize, D, generator=generator, dtype=torch.float64)
             steps = model.steps(state, normals)
             values = hostile(kind, steps if kind == "line" else normals, generator)

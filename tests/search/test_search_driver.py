@@ -82,8 +82,8 @@ RESUMED: dict[
     str, tuple[Callable[[Tensor], Tensor], Callable[[], tuple[Any, ...]], dict[str, Any], tuple[int, ...]]
 ] = {
     **{name: (sphere_elsewhere, lambda name=name: (SEARCHES[name](),), {}, (96, 240)) for name in SEARCHES},
-    "one run": (rough, lambda: ([3.0, 2.0], 0.5), ROUGH, (300, 1700, 3000)),
-    "BIPOP": (rough, lambda: ([3.0, 2.0], 0.5), ROUGH | {"restarts": BIPOP(3)}, (300, 1700, 3000)),
+    "one run": (rough, lambda: ([3.0, 2.0], 0.5), ROUGH, (300, 1700)),
+    "BIPOP": (rough, lambda: ([3.0, 2.0], 0.5), ROUGH | {"restarts": BIPOP(3)}, (300, 1700)),
     "noise": (wavy, lambda: ([2.0] * 3, 1.0), {"seed": 1, "noise": NoiseHandling(most=4)}, (400, 900)),
     "surrogate": (
         rosenbrock,

@@ -48,7 +48,7 @@ def test_without_noise_points_are_evaluated_once():
 def test_noise_handling_comes_nearer_than_going_on():
     """Five dimensions, noise of standard deviation 1: mean value of the results over four seeds."""
     f = stretched_bowl
-    settings = {"maxfevals": 8000, "vectorized": True}
+    settings = {"maxfevals": 5000, "vectorized": True}
     start = torch.full((5,), 3.0)
     with_it, without = (
         [
