@@ -66,9 +66,7 @@ DENSITIES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("loss", "density"), [*pair(LOSSES, DENSITIES), ("in chunks", "other layers")]
-)
+@pytest.mark.parametrize(("loss", "density"), [*pair(LOSSES, DENSITIES), ("in chunks", "other layers")])
 def test_losses_are_differentiable_in_the_examples(loss, density):
     """What an encoder, or a scale of the data, in front of the density learns by."""
     log_p, params = DENSITIES[density]()
@@ -81,9 +79,7 @@ def test_losses_are_differentiable_in_the_examples(loss, density):
     assert torch.autograd.gradcheck(evaluate, draw(3, 3).requires_grad_())
 
 
-@pytest.mark.parametrize(
-    ("variance_reduced", "mask"), [(True, None), (False, torch.tensor([True, False, True]))]
-)
+@pytest.mark.parametrize(("variance_reduced", "mask"), [(True, None), (False, torch.tensor([True, False, True]))])
 def test_sliced_score_matching_is_unbiased(variance_reduced, mask):
     params, x = vector_case("score_matching_n3")
     expected = ng.score_matching_loss(two_layers, params, x, mask=mask).detach()

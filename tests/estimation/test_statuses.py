@@ -171,9 +171,7 @@ def test_without_a_maximum_nothing_has_converged(name: str) -> None:
     assert fit().status == status
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), pair(["bits", "bits one by one", "counts"], [torch.float32, F64])
-)
+@pytest.mark.parametrize(("name", "dtype"), pair(["bits", "bits one by one", "counts"], [torch.float32, F64]))
 def test_a_plateau_is_left_for_the_maximum(name: str, dtype: torch.dtype) -> None:
     """Where all bits are certain, and where all counts are 0, the information is nothing and the score is not."""
     function: Callable[..., Any] = {"bits": logistic, "bits one by one": logistic_log_p, "counts": poisson}[name]

@@ -90,7 +90,7 @@ def jacobian_by_definition(term, net: nn.Module, x: Tensor) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, [*NETS][(i + k) % len(NETS)]) for i, name in enumerate(TERMS) for k in (0, 3, 5)]
+    ("name", "kind"), [(name, [*NETS][(i + k) % len(NETS)]) for i, name in enumerate(TERMS) for k in (0, 3)]
 )
 def test_residuals_and_jacobian_are_those_of_the_term(name: str, kind: str):
     net, x = NETS[kind](), draw(3)

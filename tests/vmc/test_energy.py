@@ -21,7 +21,7 @@ def autoregressive(chains: int, length: int, decay: float, seed: int = 0) -> tor
     return torch.stack(x, dim=1)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 0.9])
 def test_the_error_counts_correlations(decay):
     found = [ng.vmc.estimate_energy(autoregressive(4, 4096, decay, seed)) for seed in range(8)]
     expected = 1 / (1 - decay) / math.sqrt(4 * 4096)  # of the mean of such a series

@@ -203,7 +203,7 @@ def test_an_energy_that_does_not_stand_and_a_matrix_that_is_not_hermitian_are_to
 def test_the_ground_state_of_a_complex_hamiltonian_is_found():
     h = Written(draw_hermitian(16) - 2 * torch.ones(16, 16), 4)
     search = join(h, vmc.Enumerated(h.space), vmc.RBM(4, 8, complex_parameters=True, dtype=F64))
-    found = search.run(60)[-1]
+    found = search.run(40)[-1]
     assert abs(found.mean - vmc.lowest_energy(h)) < 0.1 * abs(vmc.lowest_energy(h))
 
 

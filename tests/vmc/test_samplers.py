@@ -131,7 +131,7 @@ def test_walkers_that_rest_at_the_likeliest_states_are_no_trouble():
     rests = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(100):
+        for _ in range(25):
             sampler.draw(psi)
             rests += len(sampler.stuck)
     assert rests
