@@ -52,6 +52,9 @@ class Examples:
 
         None where rows are not the examples, or all count once. Positions of one example may count differently: its
         inputs at all of them still count once.
+
+        Args:
+            weights: Of the rows.
         """
         if self.count != len(weights):
             return None

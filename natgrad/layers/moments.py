@@ -94,9 +94,12 @@ class Seen:
         return replace(self, activations=activations, deltas=[factor * pick_rows(d, places) for d in self.deltas])
 
     def weigh(self, weights: Tensor) -> Seen:
-        """The same pass, whose inputs count by these weights of its examples, (b,); as it is where it has others.
+        """The same pass, whose inputs count by these weights; as it is where its examples are others or not told apart.
 
         An example of weight two is then two, for the factor of the inputs as it is for that of the derivatives.
+
+        Args:
+            weights: Of the examples, (b,).
         """
         if self.pooled or len(self.activations) != len(weights) * self.cotangents:
             return self
@@ -118,7 +121,11 @@ class Seen:
         return replace(self, activations=activations, deltas=deltas, cotangents=stop - start, weights=weights)
 
     def weigh_inputs(self, a: Tensor) -> Tensor:
-        """Inputs a (b, ...), which are no tokens, times roots of the examples' weights: A is their second moment."""
+        """Inputs times roots of the examples' weights: A is their second moment.
+
+        Args:
+            a: Inputs that are no tokens, (b, ...).
+        """
         if self.weights is None:
             return a
         return a * self.weights.to(a).sqrt().view(-1, *[1] * (a.dim() - 1))
