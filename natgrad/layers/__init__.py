@@ -9,6 +9,7 @@ from natgrad.layers.examples import (
     find_examples,
     has_no_place,
     partitions,
+    row_weights,
 )
 from natgrad.layers.hearing import Heard, Pass, Recording, collect_inputs, hear, hear_rows, is_asking, record_pass
 from natgrad.layers.kinds import Layer, Layout, UnitLayout
@@ -71,6 +72,7 @@ __all__ = [
     "record_calls",
     "record_pass",
     "register",
+    "row_weights",
     "square_elementwise",
 ]
 

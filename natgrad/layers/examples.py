@@ -47,18 +47,20 @@ class Examples:
         """
         return cotangent * numbers[self.labels].to(cotangent.dtype)
 
-    def weigh(self, weights: Tensor) -> Tensor | None:
-        """How many times each example counts, (R,), by its row's weights (R, ...) with mean one over all of a batch.
+    def weigh(self, weights: Tensor, factor: float | None = None) -> Tensor | None:
+        """How many times each example counts, (R,), with mean one over all of a batch.
 
         None where rows are not the examples, or all count once. Positions of one example may count differently: its
         inputs at all of them still count once.
 
         Args:
-            weights: Of the rows.
+            weights: Of the rows, (R,), or (R, 1), or (R, m) of their entries.
+            factor: What makes their mean one; None: these are all of the batch.
         """
         if self.count != len(weights):
             return None
-        each = weights.flatten(1).mean(1) if weights.dim() > 1 else weights
+        each = row_weights(weights)
+        each = each * (len(each) / each.sum() if factor is None else factor)
         return each if bool(((each - 1).abs() > 64 * torch.finfo(each.dtype).eps).any()) else None
 
     def cotangents(self, factor: Tensor) -> Iterator[Tensor]:
@@ -87,6 +89,15 @@ class Examples:
         low = torch.where(parts, labels, self.count).amin(1)
         high = torch.where(parts, labels, -1).amax(1)
         return low if torch.equal(low, high) else torch.zeros_like(low)
+
+
+def row_weights(weights: Tensor) -> Tensor:
+    """The weights of rows, (R,).
+
+    Args:
+        weights: Of the rows, (R,), or (R, 1), or (R, m) of their entries: the means are taken.
+    """
+    return weights if weights.dim() == 1 else weights.flatten(1).mean(1)
 
 
 def consecutive(count: int, like: Tensor) -> Examples:

@@ -39,6 +39,7 @@ from natgrad.layers import (
     hear,
     is_asking,
     partitions,
+    row_weights,
     square_elementwise,
 )
 from natgrad.metrics import fisher
@@ -358,9 +359,10 @@ class Reader:
         # where no target counts, the others' do: the layers' inputs are told, and slopes are zero
         weights = rows.new_zeros(len(rows)) if self.silent else criterion.weights(widen(outputs), targets)
         scale = loss.divisor or (0.0 if math.isnan(loss.count) else loss.count)
-        self.counts = len(rows), scale, float(sum_weights(weights)) if self.processes.size > 1 else 1.0
+        self.counts = len(rows), scale, float(row_weights(weights).sum()) if self.processes.size > 1 else 1.0
+        apart = self.processes.size > 1 and scale not in (0, len(rows))  # alike here, and others than elsewhere
         may_count = known is not None and may_be_examples(rows, recall)
-        uneven = may_count and (scale not in (0, len(rows)) or bool((weights != weights[0]).any()))
+        uneven = may_count and (apart or bool((weights != weights[0]).any()))
         if known is not None and self._hears_all(known, calls, uneven):
             layers = collect_inputs(find_reached(rows, calls))
             self._line_up(len(rows), 0)
@@ -463,7 +465,7 @@ class Reader:
             gradients,
             eps=eps,
             judged=judged,
-            weights=examples.weigh(weights * (span.share / (span.mass or sum_weights(weights)))),
+            weights=examples.weigh(weights, span.share / span.mass if span.mass else None),
         )
         return passed, len(drawn[0]) if measurement is not None else len(cotangents), slopes
 
@@ -686,11 +688,6 @@ def may_be_examples(rows: Tensor, recall: Recall) -> bool:
     """Whether the rows of the outputs may be the examples, as far as the model's own inputs tell."""
     inputs = [] if recall.last is None else recall.last.call.tensors()
     return len(rows) > 0 and (not inputs or any(t.dim() > 0 and len(t) == len(rows) for t in inputs))
-
-
-def sum_weights(weights: Tensor) -> Tensor:
-    """The sum over rows of their weights (R, ...), of entries the means."""
-    return weights.sum() if weights.dim() == 1 else weights.flatten(1).mean(1).sum()
 
 
 def runs_once(error: RuntimeError) -> bool:

@@ -102,7 +102,7 @@ def hear_metric(
             gradients,
             pullback.dtype,
             judged=len(cotangents),
-            weights=examples.weigh(len(pullback.weights) * pullback.weights),
+            weights=examples.weigh(pullback.weights),
         ),
         lambda layer: trusted is None,
         # examples that cannot be told apart give squares that are right on average over drawn labels alone

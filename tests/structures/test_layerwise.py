@@ -204,3 +204,22 @@ def test_some_eigenvectors_bound_the_misfit_from_above():
     assert whole <= float(misfit(factor, vectors[..., -2:])) < 1
     for stale in (0.5 * whole, 0.99 * whole, 1.01 * whole, 0.9):
         assert fits(factor, vectors, stale) == (whole <= stale)
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(0.0, ng.ExactLabels()), ng.EigenKronecker(0.0, ng.ExactLabels())])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(ignore_index=1),
+        nn.CrossEntropyLoss(torch.tensor([0.5, 3.0, 1.0], dtype=torch.float64)),
+        nn.CrossEntropyLoss(torch.tensor([0.5, 3.0, 1.0], dtype=torch.float64), label_smoothing=0.2),
+    ],
+    ids=["ignored", "weights", "weights, smoothed"],
+)
+def test_a_product_is_the_metric_where_rows_differ_in_weight_alone(structure: ng.Structure, loss: nn.Module):
+    model = nn.Linear(4, 3).double()
+    nn.init.zeros_(model.weight)  # all rows have the same probabilities
+    metric, params = ng.gauss_newton(model, loss), ng.trainable(model)
+    data = draw(9, 4), torch.tensor([0, 1, 2, 0, 0, 1, 2, 2, 0])
+    operator, _ = structure.update(None, metric, params, data)
+    assert_close(operator.dense(), metric.at(params, data).dense(), 1e-12)
