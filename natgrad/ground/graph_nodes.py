@@ -7,7 +7,7 @@ are what is read here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,23 @@ def kind_of(node: Node) -> str:
 def leaf_of(node: Node) -> Tensor | None:
     """The leaf whose gradient a node accumulates; None for any other node."""
     return getattr(node, "variable", None)
+
+
+def notes_of(node: Node) -> dict[Any, Any]:
+    """What was written at a place in the graph, which keeps it as long as it lives."""
+    return node.metadata  # type: ignore[return-value]
+
+
+def walk(roots: Iterable[Node | None], skips: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """The nodes of the graph above these roots, each once, without those that are skipped and what lies above them."""
+    stack, known = [node for node in roots if node is not None], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node in known or (skips is not None and skips(node)):
+            continue
+        known.add(node)
+        yield node
+        stack += [below for below, _ in node.next_functions if below is not None]
 
 
 def is_empty(node: Node) -> bool:

@@ -337,7 +337,7 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments, depth first."""
-        return list(leaves(self))
+        return [tensor for part in (*self.args, *self.kwargs.values()) for tensor in leaves(part)]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Call:
         """The same call with every tensor changed.
@@ -345,7 +345,8 @@ class Call:
         Args:
             change: A function of a tensor.
         """
-        return map_tensors(self, change)
+        kwargs = {name: map_tensors(part, change) for name, part in self.kwargs.items()}
+        return Call(tuple([map_tensors(part, change) for part in self.args]), kwargs)
 
     def unwrap(self) -> Any:
         """As users write it: the one argument, a tuple of several, or a dict of keywords."""
@@ -762,11 +763,11 @@ def leaves(tree: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses, depth first."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, Mapping):
-        for branch in cast("Mapping[Any, Any]", tree).values():
-            yield from leaves(branch)
     elif isinstance(tree, (tuple, list)):
         for branch in cast("Sequence[Any]", tree):
+            yield from leaves(branch)
+    elif isinstance(tree, Mapping):
+        for branch in cast("Mapping[Any, Any]", tree).values():
             yield from leaves(branch)
     elif is_dataclass(tree) and not isinstance(tree, type):
         for part in fields(tree):

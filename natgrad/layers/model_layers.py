@@ -16,7 +16,7 @@ from natgrad.ground.pure import Hook
 from natgrad.ground.spaces import Space
 from natgrad.ground.whole_tensors import is_split
 from natgrad.layers.kinds import RECURRENT, Layer, class_of, known_layers
-from natgrad.layers.taps import Resume, Taps, tap
+from natgrad.layers.taps import Taps, tap
 from natgrad.layers.traced import Traced, matrices_of, second_layers, traced_layers
 
 # their flags() also sets the precision of products, and warns where it cannot
@@ -160,8 +160,7 @@ class ModelLayers:
         Returns:
             Handles, whose `remove()` takes the hooks off.
         """
-        resuming = model.register_forward_pre_hook(Resume(taps))
-        return [*tap(taps, self.known), resuming, *self.unroll(taps), *leaves.listen(model)]
+        return [*tap(taps, self.known), *self.unroll(taps), *leaves.listen(model)]
 
 
 class GraphLeaves(Mapping[str, Tensor]):

@@ -11,18 +11,18 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.ground.graph_nodes import notes_of, walk
 from natgrad.ground.pure import Hook, is_evaluating, is_transformed, refuse_jagged, run_alone, version_of
 from natgrad.ground.whole_tensors import any_split, gather_whole, is_split
 from natgrad.layers.kinds import Layer
@@ -212,70 +212,106 @@ class MatrixProduct(Tap):
         return replace(self, layer=layer, turned=not self.turned)
 
 
+@dataclass
+class Note:
+    """What the graph of a layer's output keeps of the call.
+
+    Args:
+        place: The layer's number. The layer itself would keep its module, and with it the graphs of what that holds.
+        order: The call's number among all.
+        inputs: Its first argument, detached; None once a loss of the pass went backward.
+        version: Of the input, to notice a later change.
+        output: The output's number at its node.
+        dtype: Of the output.
+        size: Its shape.
+    """
+
+    place: int
+    order: int
+    inputs: Tensor | None
+    version: int
+    output: int
+    dtype: torch.dtype
+    size: torch.Size
+
+
 class Taps:
-    """The calls of known modules, while `armed`, in passes that build a graph and are the user's own.
+    """The calls of known modules, while `armed`, in passes that build a graph.
+
+    The graph keeps them, and nothing else does: they go with what the pass returned, and those that led to a loss are
+    found from there.
 
     Attributes:
         armed: True while calls are recorded.
-        paused: True until the model is called the next time; calls outside of compiled graphs are not recorded then.
-        calls: Those recorded so far.
         recorder: Of the calls inside compiled graphs.
-        places: The layers by their numbers there.
-
-    Args:
-        in_eval: True if passes in evaluation mode are for training too.
+        places: The layers by their numbers.
     """
 
-    def __init__(self, in_eval: bool = False) -> None:
+    def __init__(self) -> None:
         self.armed = False
-        self.paused = False
-        self.calls: list[Tap] = []
-        self.in_eval = in_eval
-        self._looked_at: int | None = None  # where the calls of the last pass begin, if it was an evaluation's
         self.recorder = Recorder()
-        self.places: list[Layer] = []
+        self.number([])
+        self._order = itertools.count()
 
-    def take(self) -> list[Tap]:
-        """The calls so far, which are forgotten here: nothing holds a graph afterwards."""
-        calls, self.calls = self.calls, []
-        return calls
-
-    def pause(self, until_called: bool) -> list[Tap]:
-        """The calls so far.
-
-        Layers that run again in a backward pass, checkpointed ones, are not recorded meanwhile: their graphs may go.
+    def number(self, layers: Iterable[Layer]) -> None:
+        """Give the layers their numbers. Calls of others are forgotten.
 
         Args:
-            until_called: True to keep the calls, for another loss of the same pass, until the model is called again, or
-                the backward pass of a loss begins (`Release`).
+            layers: In their order.
         """
-        self.paused = until_called
-        return list(self.calls) if until_called else self.take()
+        self.places, self._key = list(layers), object()
 
     def listens(self) -> bool:
         """True if the calls of the pass under way are recorded."""
-        return self.armed and not self.paused and not is_evaluating()
+        return self.armed and not is_evaluating()
 
-    def resume(self, training: bool) -> None:
-        """A new pass begins; graphs of an evaluation that no loss was computed of may go.
+    def note(self, place: int, inputs: Tensor, output: Tensor) -> None:
+        """Record a call that just returned.
 
         Args:
-            training: Whether the model is in training mode.
+            place: The layer's number.
+            inputs: The call's first argument.
+            output: What it returned, with a graph.
         """
-        if self.paused:
-            self.calls.clear()
-        elif self._looked_at is not None:
-            del self.calls[self._looked_at :]
-        self.paused = False
-        self._looked_at = None if training or self.in_eval else len(self.calls)
+        edge = get_gradient_edge(output)
+        note = Note(
+            place, next(self._order), inputs.detach(), version_of(inputs), edge.output_nr, output.dtype, output.shape
+        )
+        notes_of(edge.node).setdefault(self._key, []).append(note)
+
+    def find_calls(self, outputs: Tensor) -> list[Tap]:
+        """The calls that led to these outputs, in their order; none if a loss of one of them went backward.
+
+        Args:
+            outputs: With a graph.
+        """
+        calls = list[Tap]()
+        for note, node in self._find_notes(outputs):
+            if note.inputs is None:
+                return []
+            edge, layer = GradientEdge(node, note.output), self.places[note.place]
+            calls.append(Tap(layer, note.inputs, edge, note.dtype, note.version, size=note.size))
+        return calls
+
+    def _find_notes(self, outputs: Tensor) -> list[tuple[Note, Node]]:
+        places = [(note, node) for node in walk([outputs.grad_fn]) for note in notes_of(node).get(self._key, ())]
+        return sorted(places, key=lambda place: place[0].order)
 
     def release_with(self, loss: Tensor) -> None:
-        """Free what the calls so far would hold when the backward pass of a loss begins.
+        """Free the inputs of the calls that led to a loss when its backward pass begins.
+
+        Another loss of the same pass may be read until then.
 
         Args:
             loss: Of the pass.
         """
-        loss.register_hook(Release(self))
+        notes = [note for note, _ in self._find_notes(loss)]
+
+        def release(gradient: Tensor) -> None:
+            for note in notes:
+                note.inputs = None
+
+        loss.register_hook(release)
 
     def reach(
         self, outputs: Tensor, calls: Sequence[Tap], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
@@ -306,8 +342,8 @@ class Taps:
 class Tapped(Hook):
     """Forward hook of one module, the layer number `place` of the taps."""
 
-    def __init__(self, taps: Taps, layer: Layer, place: int) -> None:
-        self.taps, self.layer, self.place = weakref.ref(taps), weakref.ref(layer), place
+    def __init__(self, taps: Taps, place: int) -> None:
+        self.taps, self.place = weakref.ref(taps), place
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
         if not (isinstance(output, Tensor) and output.requires_grad and args and isinstance(args[0], Tensor)):
@@ -320,22 +356,22 @@ class Tapped(Hook):
                 return None
             recorder = taps.recorder
             return Fused.apply(output, args[0], recorder.dummy, recorder.number, self.place)  # type: ignore[return-value]
-        layer = self.layer()
-        if layer is not None and taps.listens() and not is_transformed((args[0], output)):
-            refuse_jagged([args[0]], f"the input of the layer of {layer.layout.names[0]!r}")
-            taps.calls.append(Tap.of(layer, args[0], output))
+        if taps.listens() and not is_transformed((args[0], output)):
+            refuse_jagged([args[0]], f"the input of the layer of {taps.places[self.place].layout.names[0]!r}")
+            taps.note(self.place, args[0], output)
         return None
 
 
 def tap(taps: Taps, layers: Mapping[nn.Module, Layer]) -> list[RemovableHandle]:
-    """Record the modules' calls. The hooks do not keep the layers alive: the caller must hold them."""
-    taps.places = list(layers.values())
+    """Record the modules' calls. The hooks do not keep the taps alive: the caller must hold them."""
+    taps.number(layers.values())
     for p in itertools.islice(itertools.chain.from_iterable(module.parameters() for module in layers), 1):
         taps.recorder.move(p.device)
-    hooks = [Tapped(taps, layer, place) for place, layer in enumerate(taps.places)]
-    pairs = zip(layers, hooks, strict=True)
     # tensor parallelism hands on a part of what came out, by a hook of its own
-    return [m.register_forward_hook(hook, prepend=any_split(m.parameters(recurse=False))) for m, hook in pairs]
+    return [
+        module.register_forward_hook(Tapped(taps, place), prepend=any_split(module.parameters(recurse=False)))
+        for place, module in enumerate(layers)
+    ]
 
 
 @contextmanager
@@ -358,32 +394,6 @@ def record_calls(layers: Mapping[nn.Module, Layer]) -> Generator[list[Tap]]:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-class Resume(Hook):
-    """Forward pre-hook of the model: a new pass begins."""
-
-    def __init__(self, taps: Taps) -> None:
-        self.taps = weakref.ref(taps)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        taps = self.taps()
-        if taps is not None and not is_evaluating() and not is_transformed(islice(module.parameters(), 1)):
-            taps.resume(module.training)
-
-
-class Release:
-    """Tensor hook of a loss: its backward begins, and frees what the calls so far would hold."""
-
-    def __init__(self, taps: Taps) -> None:
-        self.taps = weakref.ref(taps)
-
-    def __call__(self, gradient: Tensor) -> None:
-        taps = self.taps()
-        if taps is not None and taps.paused:
-            taps.calls.clear()
 
 
 def derivatives(

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 
 from natgrad.families import Criterion
-from natgrad.ground.graph_nodes import LINEAR, PRODUCTS, kind_of, leaf_of
+from natgrad.ground.graph_nodes import LINEAR, PRODUCTS, kind_of, leaf_of, notes_of
 from natgrad.ground.pure import (
     Call,
     HeldState,
@@ -84,7 +84,7 @@ def mark(outputs: Any, passed: Any, key: object) -> None:
     result = Made(passed, [t.detach() for t in tensors], versions, isinstance(outputs, Tensor))
     for index, tensor in enumerate(tensors):
         if tensor.grad_fn is not None:
-            marks_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = result, index
+            notes_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = result, index
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | N
         numbers = iter([place_of(source, results) for source in direct])
         tree = map_tensors(outputs, lambda _: torch.tensor(next(numbers)))
         return Route(tuple(result.passed for result in results), Picked(tree))
-    graph = walk([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None], key)
+    graph = walk_to_passes([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None], key)
     if not graph.sources:
         return None
     results = unique(source[0] for source in graph.sources.values())
@@ -254,7 +254,7 @@ class Graph:
         return kind in LINEAR or (kind in PRODUCTS and len(used) == 1 and (kind != "Div" or used == [0]))
 
 
-def walk(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
+def walk_to_passes(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
     """The graph above the marked outputs that the roots come from."""
     queue, sources, order = list(roots), dict[tuple[Node, int], tuple[Made, int]](), dict[Node, None]()
     above, variables = dict[Node, set[Node]](), list[Tensor]()
@@ -290,12 +290,7 @@ def walk(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
 
 def pass_at(node: Node | None, number: int, key: object) -> tuple[Made, int] | None:
     """The pass that a place in the graph is an output of, and which; None for any other place."""
-    return None if node is None else marks_of(node).get(key, {}).get(number)
-
-
-def marks_of(node: Node) -> dict[Any, Any]:
-    """The notes that a place in the graph keeps as long as it lives."""
-    return node.metadata  # type: ignore[return-value]
+    return None if node is None else notes_of(node).get(key, {}).get(number)
 
 
 def place_of(source: tuple[Made, int], results: Sequence[Made]) -> int:
@@ -728,7 +723,7 @@ class Recall:
     def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
         refuse_jagged(call.tensors(), "an input of the model")
-        inputs = keep(call)
+        inputs = call.map(keep)
         if not self.keeps:
             self.last = RecordedPass(inputs, None, versions_of(inputs), None)
             return

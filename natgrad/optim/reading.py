@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from natgrad.families import Criterion
-from natgrad.ground.graph_nodes import is_empty, leaf_of
+from natgrad.ground.graph_nodes import is_empty, leaf_of, walk
 from natgrad.ground.pure import Labelled, leaves, map_tensors, mixes_examples, run_uncompiled
 from natgrad.ground.typed_torch import list_numbers
 from natgrad.ground.whole_tensors import zeros_whole
@@ -197,11 +197,10 @@ class Reader:
         named: Mapping[str, Tensor],
         structure: Layerwise,
         processes: Processes,
-        in_eval: bool = False,
     ) -> None:
         self.model, self.structure, self.processes = model, structure, processes
         self.estimate, self.seed = structure.estimate, structure.seed
-        self.taps, self.passes = Taps(in_eval), AlignedPasses(model, processes)
+        self.taps, self.passes = Taps(), AlignedPasses(model, processes)
         self.attach(named)
 
     def attach(self, named: Mapping[str, Tensor]) -> None:
@@ -213,7 +212,7 @@ class Reader:
         self.span: Span | None = None
         self.counts, self.silent = (0, 0.0, 1.0), False
         self.leaves = GraphLeaves(self.named)
-        self.handles = self.layers.hook(self.model, self.taps, self.leaves)
+        self.handles, self.attached = self.layers.hook(self.model, self.taps, self.leaves), True
         self.arm(True)
 
     def arm(self, due: bool, fresh: bool = False) -> None:
@@ -221,15 +220,15 @@ class Reader:
 
         due: whether they are read. fresh: whether one is read all the same if it uses a parameter without statistics.
         """
-        self.due = due and bool(self.handles)
-        self.taps.armed, self.taps.paused = (due or fresh) and bool(self.handles), False
+        self.due = due and self.attached
+        self.taps.armed = (due or fresh) and self.attached
 
     def detach(self) -> None:
         """Take the hooks off."""
         while self.handles:
             self.handles.pop().remove()
+        self.attached = False
         self.arm(False)  # compiled graphs keep their taps
-        self.taps.take()
 
     def _begin(self, hearing: Hearing, device: torch.device) -> None:
         self.trusted, self.refused = set(hearing.trusted), set(hearing.refused)
@@ -312,11 +311,6 @@ class Reader:
         """True where no target of the last reading counts on any process: it tells nothing."""
         return self.span is not None and self.span.silent
 
-    def forgo(self, value: Tensor, reusable: bool) -> None:
-        """Let a pass go that is not read. reusable: True if another loss of it may follow."""
-        self.taps.pause(reusable)
-        self.taps.release_with(value)
-
     def skip(self, value: Tensor) -> None:
         """Read nothing of a loss, and tell the others. A compiled graph's first backward allows for a second."""
         self.processes.looking = True  # the others do not go backward now
@@ -350,7 +344,7 @@ class Reader:
     ) -> tuple[Reading, dict[str, bool]]:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
-        taken = self.taps.pause(recall.last is not None)
+        taken = self.taps.find_calls(rows)
         if criterion.errors is not None:
             self.errors = find_error_size(criterion, outputs, taken)
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
@@ -364,7 +358,7 @@ class Reader:
         may_count = known is not None and may_be_examples(rows, recall)
         uneven = may_count and (apart or bool((weights != weights[0]).any()))
         if known is not None and self._hears_all(known, calls, uneven):
-            layers = collect_inputs(find_reached(rows, calls))
+            layers = collect_inputs([call for call in calls if call.inputs.numel()])
             self._line_up(len(rows), 0)
             return Reading(layers, {}, len(rows)), {seen.key: True for seen in layers}
         asking, self.unsure = is_asking(self.readings) or self.unsure, False  # all layers are judged, trusted ones too
@@ -701,34 +695,11 @@ def runs_once(error: RuntimeError) -> bool:
 def find_used(roots: Iterable[Node | None], asked: Mapping[str, Tensor]) -> set[str]:
     """The names of those leaves that the graph above these roots leads to, through tensors with entries."""
     names, used = {id(leaf): name for name, leaf in asked.items()}, set[str]()
-    for node in walk(roots) if names else ():
+    for node in walk(roots, is_empty) if names else ():
         used |= {names[id(leaf)] for leaf in [leaf_of(node)] if id(leaf) in names}
         if len(used) == len(names):
             break
     return used
-
-
-def find_reached(outputs: Tensor, calls: Sequence[Tap]) -> list[Tap]:
-    """The calls that led to these outputs, and those of which no graph tells."""
-    wanted, reached = {call.edge.node for call in calls if call.edge is not None}, set[Node]()
-    for node in walk([outputs.grad_fn]) if wanted else ():
-        if node in wanted:
-            reached.add(node)
-            if len(reached) == len(wanted):
-                break
-    return [call for call in calls if call.edge is None or call.edge.node in reached]
-
-
-def walk(roots: Iterable[Node | None]) -> Iterator[Node]:
-    """The nodes of the graph above these roots whose tensors have entries, each once."""
-    stack, known = [node for node in roots if node is not None], set[Node]()
-    while stack:
-        node = stack.pop()
-        if node in known or is_empty(node):
-            continue
-        known.add(node)
-        yield node
-        stack += [below for below, _ in node.next_functions if below is not None]
 
 
 def release(reader: Reader, listener: Any) -> None:

@@ -162,7 +162,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
         defaults |= {"weight_decay": chosen.weight_decay, "l2": chosen.l2}
         super().__init__(given_parameters(chosen.params, named_parameters(self.model)), defaults)
-        reader = Reader(self.model, named, structure, processes, self.train_in_eval)
+        reader = Reader(self.model, named, structure, processes)
         averages = Averages(structure, named, Owners(processes, *check_share(chosen.share)))
         known = (self.rule, self.damping, processes, bounded_below(loss), self.damping.every or JUDGED_EVERY)
         self._flow = BlockFlow(loss, reader, averages, Choices(*known, invert_every=self.invert_every))
@@ -208,8 +208,7 @@ class StructuredNaturalGradient(ModelOptimizer):
             wanted, hearing = flow.reader.wants(update.hearing, self._list_unread(), outputs)
             if wanted:
                 self._read(replace(update, hearing=hearing), outputs, targets, value)
-            else:
-                flow.reader.forgo(value, live.recall.last is not None)
+            flow.reader.taps.release_with(value)
 
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:
         self._settle_reading()
@@ -306,7 +305,6 @@ class StructuredNaturalGradient(ModelOptimizer):
 
         def restore() -> None:
             flow.averages, self._live.state, self._live.told = averages, state, StepReport()
-            flow.reader.taps.take()
             flow.pending = Pending(nats=flow.pending.nats)
             self._arm()
 
@@ -339,7 +337,6 @@ class StructuredNaturalGradient(ModelOptimizer):
             else:
                 reader.skip(value)
                 pending.update = update.fail(own.rows > 0)
-        reader.taps.release_with(value)
         if alone:
             self._settle_reading()
 
@@ -493,7 +490,6 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _forget_batch(self) -> None:
         super()._forget_batch()
-        self._flow.reader.taps.take()
         self._flow.pending = Pending(nats=self._flow.pending.nats)
         self._arm()
 

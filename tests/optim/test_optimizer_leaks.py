@@ -96,6 +96,24 @@ def build_watched(record: Callable[[Any], None]) -> nn.Module:
     return Assembled(run, layers=net())
 
 
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.ekfac, ng.unitwise, ng.hessian_free])
+def test_a_pass_that_has_no_loss_goes_with_what_it_returned(recipe: Any) -> None:
+    alive = list[Any]()
+
+    def run(m: Any, x: Tensor) -> Tensor:  # layers before and after what the graph holds
+        mark = Mark()
+        alive.append(weakref.ref(mark))
+        return m.layers(Marked.apply(m.first(x), mark))
+
+    model = Assembled(run, first=nn.Linear(X.shape[1], X.shape[1]).to(X), layers=net())
+    opt = recipe(model, CE)
+    for _ in range(3):  # as an agent acts, whose gradients come later
+        outputs = model(X)
+    assert [ref() is None for ref in alive] == [True, True, False]
+    opt.loss(outputs, Y).backward()
+    opt.step()
+
+
 FORGETFUL = {
     "plain": {},
     "momentum": {"rule": ng.Momentum()},
