@@ -79,6 +79,7 @@ class Heads(Likelihood):
         return torch.stack([family.kl(*pair) for family, *pair in self._heads(outputs, other)]).sum(0)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
+        self.rows(outputs)  # ValueError unless the heads have equal numbers
         for family, part, target in self._heads(outputs, targets):
             family.check_targets(part, target)
 
@@ -91,6 +92,7 @@ class Heads(Likelihood):
         self, outputs: Any, targets: Any, weight: Any, add: Callable[[Tensor], Tensor] | None
     ) -> tuple[Any, Tensor]:
         """As each head does, with a weight of its own where `weight` has one for each."""
+        self.rows(outputs)  # ValueError, as in `check_targets`
         each = [weight] * len(self.families) if weight is None or isinstance(weight, Tensor) else weight
         pairs = [family.weigh(*parts, add) for family, *parts in self._heads(outputs, targets, each)]
         shares = [share.expand(-1, width) for (_, share), width in zip(pairs, self.widths, strict=True)]

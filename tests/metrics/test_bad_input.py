@@ -10,7 +10,16 @@ import torch
 from models import F64, X3, affine, build_seeded, draw, mlp
 from torch import Tensor, nn
 
-from natgrad.families import Bernoulli, Categorical, Gaussian, Heads, HeteroscedasticGaussian, Likelihood, Poisson
+from natgrad.families import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Heads,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    as_criterion,
+)
 from natgrad.ground.spaces import trainable
 from natgrad.metrics import divergence, empirical_fisher, fisher, gauss_newton, kl, sampled_fisher
 from natgrad.operators import DenseOperator, Pullback
@@ -230,6 +239,7 @@ def test_the_empirical_fisher_refuses_them_too(case):
     expect_refusal(lambda: empirical_fisher(MODEL, loss).at(PARAMS, (X3, targets)), ValueError, words)
 
 
+HEADS = Heads((Categorical(), 3), (HeteroscedasticGaussian(), 2))
 CRITERIA = {
     "a name of none": (lambda: fisher(MODEL, "means"), ValueError, ("criterion is 'means'", "expected one of")),
     "no loss": (lambda: gauss_newton(MODEL, 3), TypeError, ("criterion is int",)),  # type: ignore[arg-type]
@@ -245,6 +255,16 @@ CRITERIA = {
         lambda: Heads((Categorical(), 3), (Gaussian(), 3)).rows((X3, X3[:2])),
         ValueError,
         ("[4, 2] rows", "one per example"),
+    ),
+    "heads of other numbers beside targets": (
+        lambda: as_criterion(HEADS).check((X3, (X3, X3)), (CLASSES, X3)),
+        ValueError,
+        ("[4, 12] rows", "one per example"),
+    ),
+    "heads of other numbers beside weights": (
+        lambda: as_criterion(HEADS).weigh_targets((X3, (X3, X3)), (CLASSES, X3), torch.ones(4)),
+        ValueError,
+        ("[4, 12] rows", "one per example"),
     ),
     "one head too many": (lambda: Heads((Categorical(), 3)).rows((X3, X3)), ValueError, ("2 parts", "1 heads")),
     "odd mean and spread": (lambda: HeteroscedasticGaussian().rows(X3), ValueError, ("outputs", "(mean, spread)")),
