@@ -70,6 +70,14 @@ class Likelihood(Explained):
             raise ValueError(f"the model returned {type(outputs).__name__} without a tensor, expected outputs (b, ...)")
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def write_out(self, outputs: Any) -> Any:
+        """Outputs in which no number is of several rows, so that each row has a gradient of its own. Default: the same.
+
+        Args:
+            outputs: What the model returns.
+        """
+        return outputs
+
     def fisher(self, rows: Tensor) -> Tensor:
         """E[s s^T] of the score s = d log p / d row, for every row, shape (R, m, m).
 
@@ -105,7 +113,8 @@ class Likelihood(Explained):
             outputs: What the model returns.
             targets: As `nll` takes them.
         """
-        return self.rows(differentiate_outputs(lambda at: -self.nll(at, targets).sum(), outputs)).detach()
+        slopes = differentiate_outputs(lambda at: -self.nll(at, targets).sum(), self.write_out(outputs))
+        return self.rows(slopes).detach()
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         """KL(p(. | outputs), p(. | other)) for every row, in nats, shape (R,).
@@ -230,6 +239,9 @@ class Wrapper(Likelihood):
 
     def rows(self, outputs: Any) -> Tensor:
         return self.family.rows(outputs)
+
+    def write_out(self, outputs: Any) -> Any:
+        return self.family.write_out(outputs)
 
     def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Any:
         return self.family.sample(outputs, generator)

@@ -293,7 +293,7 @@ class Criterion:
         Returns:
             Shapes (R, m), and (R,) or as `weights`. Rows whose targets do not count have zeros.
         """
-        slopes = self.family.rows(self.slope(outputs, targets))
+        slopes = self.family.rows(self.slope(self.family.write_out(outputs), targets))
         if self.tempered is None:
             shares = self.weights(outputs, targets).to(slopes)
         else:
@@ -553,14 +553,45 @@ def read_errors(criterion: nn.MSELoss | nn.L1Loss | nn.HuberLoss | nn.SmoothL1Lo
     return Criterion(Entrywise(family), criterion, None, criterion.reduction == "sum", tempered=family)
 
 
+@dataclass(frozen=True)
+class PredictedVariance(HeteroscedasticGaussian):
+    """Outputs (mean, var) as `GaussianNLLLoss` takes them: var may lack the last axis, and counts as eps at least."""
+
+    log_variance: bool = False
+    eps: float = 1e-6
+
+    def nll(self, outputs: Any, targets: Tensor) -> Tensor:
+        return super().nll(self._clamp(outputs), targets)
+
+    def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Tensor:
+        return super().sample(self._clamp(outputs), generator)
+
+    def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
+        return super().kl(self.rows(self._clamp(outputs)), self.rows(self._clamp(other)))
+
+    def curvature(self, outputs: Tensor) -> Tensor:
+        return super().curvature(self.rows(self._clamp(outputs)))
+
+    def _clamp(self, outputs: Any) -> tuple[Tensor, Tensor]:
+        """The outputs with no variance below eps; the slope in one that was is that at eps, as in torch."""
+        mean, variance = self._split(outputs)
+        return mean, variance + (variance.clamp(min=self.eps) - variance).detach()
+
+    def _split(self, outputs: Any) -> tuple[Tensor, Tensor]:
+        if not isinstance(outputs, Tensor):
+            mean, variance = outputs
+            outputs = mean, variance.unsqueeze(-1) if variance.shape == mean.shape[:-1] else variance
+        return super()._split(outputs)
+
+
 def gaussian_nll(criterion: nn.GaussianNLLLoss) -> Criterion:
-    """Outputs are a tuple (mean, var)."""
+    """Outputs are a tuple (mean, var), or one tensor with both along its last axis."""
 
     def loss(outputs: Any, targets: Tensor) -> Tensor:
-        mean, variance = outputs
+        mean, variance = outputs.chunk(2, dim=-1) if isinstance(outputs, Tensor) else outputs
         return criterion(mean, targets, variance)
 
-    family = HeteroscedasticGaussian(log_variance=False)
+    family = PredictedVariance(eps=criterion.eps)
     return Criterion(family, loss, None, criterion.reduction == "sum", entrywise=True)
 
 

@@ -84,6 +84,10 @@ class HeteroscedasticGaussian(DiagonalForm):
         mean, spread = self._split(outputs)
         return torch.stack([mean.reshape(-1), spread.reshape(-1)], dim=1)
 
+    def write_out(self, outputs: Any) -> Any:
+        mean, spread = self._split(outputs)
+        return mean, spread.contiguous()
+
     def nll(self, outputs: Any, targets: Tensor) -> Tensor:
         mean, spread = self._split(outputs)
         check_same_shape(mean, targets)
@@ -94,11 +98,6 @@ class HeteroscedasticGaussian(DiagonalForm):
         mean, spread = self._split(outputs)
         std = (spread / 2).exp() if self.log_variance else spread.sqrt()
         return (mean + std * draw_normal(mean, generator)).detach()
-
-    def score(self, outputs: Any, targets: Any) -> Tensor:
-        mean, spread = self._split(outputs)
-        # written out first: one spread for several means would get their summed gradient in every row
-        return super().score((mean, spread.contiguous()), targets)
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         if self.log_variance:
@@ -115,8 +114,7 @@ class HeteroscedasticGaussian(DiagonalForm):
             return torch.stack([(-spread).exp(), torch.full_like(spread, 0.5)], dim=1)
         return torch.stack([1 / spread, 0.5 / spread.square()], dim=1)
 
-    @staticmethod
-    def _split(outputs: Any) -> tuple[Tensor, Tensor]:
+    def _split(self, outputs: Any) -> tuple[Tensor, Tensor]:
         if isinstance(outputs, Tensor):
             if outputs.dim() < 2 or outputs.shape[-1] % 2:
                 raise ValueError(
@@ -143,6 +141,9 @@ class DiagonalGaussian(DiagonalForm):
         mean, log_std = outputs
         return torch.cat([mean, log_std.expand_as(mean)], dim=1)
 
+    def write_out(self, outputs: Any) -> Any:
+        return self.rows(outputs)
+
     def nll(self, outputs: Any, targets: Tensor) -> Tensor:
         mean, log_std = self.rows(outputs).chunk(2, dim=1)
         check_same_shape(mean, targets)
@@ -152,9 +153,6 @@ class DiagonalGaussian(DiagonalForm):
     def sample(self, outputs: Any, generator: torch.Generator | None = None) -> Tensor:
         mean, log_std = self.rows(outputs).detach().chunk(2, dim=1)
         return mean + log_std.exp() * draw_normal(mean, generator)
-
-    def score(self, outputs: Any, targets: Any) -> Tensor:
-        return super().score(self.rows(outputs).detach(), targets)  # of one log_std for all examples, in every row
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
         (m, s), (n, t) = outputs.chunk(2, dim=1), other.chunk(2, dim=1)

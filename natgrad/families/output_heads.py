@@ -57,6 +57,9 @@ class Heads(Likelihood):
             raise ValueError(f"the heads have {[len(p) for p in parts]} rows, expected equal numbers, one per example")
         return torch.cat(parts, dim=1)
 
+    def write_out(self, outputs: Any) -> Any:
+        return tuple(family.write_out(part) for family, part in self._heads(outputs))
+
     def nll(self, outputs: Any, targets: Any) -> Tensor:
         return torch.stack([family.nll(*pair) for family, *pair in self._heads(outputs, targets)]).sum(0)
 

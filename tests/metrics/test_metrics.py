@@ -210,6 +210,21 @@ def mean_and_variance(outputs: int) -> Any:
     return build_net().double()
 
 
+def one_variance(outputs: int) -> nn.Module:
+    """Of all outputs together, without an axis for them."""
+    return Assembled(
+        lambda m, x: (m.mean(x), m.scale(x).exp().squeeze(-1)), mean=nn.Linear(3, outputs), scale=nn.Linear(3, 1)
+    ).double()
+
+
+def bits_and_spread(outputs: int) -> nn.Module:
+    """A bit, and normals with a spread that is the same for all examples."""
+    return Assembled(
+        lambda m, x: (m.bit(x), (m.mean(x), m.log_std)),
+        **{"bit": nn.Linear(3, 1), "mean": nn.Linear(3, outputs), "log_std": nn.Parameter(torch.zeros(outputs))},
+    ).double()
+
+
 LOSSES: dict[str, tuple[Any, Any]] = {
     "squares": (nn.MSELoss, None),
     "sizes": (nn.L1Loss, None),
@@ -219,6 +234,11 @@ LOSSES: dict[str, tuple[Any, Any]] = {
     "weighted bits": (partial(nn.BCEWithLogitsLoss, weight=torch.tensor([0.5, 3.0, 1.0, 0.1])), None),
     "counts": (nn.PoissonNLLLoss, None),
     "variances": (nn.GaussianNLLLoss, mean_and_variance),
+    "one variance, or more": (partial(nn.GaussianNLLLoss, eps=0.7), one_variance),
+    "a bit and a spread": (
+        lambda reduction: ng.Heads((ng.Bernoulli(), 1), (ng.DiagonalGaussian(), 8)),
+        bits_and_spread,
+    ),
     "classes": (nn.CrossEntropyLoss, None),
     "log-probabilities": (nn.NLLLoss, log_probabilities),
     "distillation": (nn.KLDivLoss, log_probabilities),
