@@ -516,7 +516,16 @@ def function_of(model: Any, data: Data, select: Select | None) -> Callable[[dict
 
 def part(data: Data, size: int, seed: int, last: bool = False) -> Data:
     """`size` of the examples, inputs and targets together: the first of a drawn order, or its last."""
-    inputs, targets = Call((data.inputs, data.targets)).sample(size, seed, last).args
+    call = Call((data.inputs, data.targets))
+    examples = call.batch()
+    unlike = [tuple(t.shape) for t in leaves(data.targets) if t.dim() > 0 and len(t) != examples]
+    if unlike and size < examples:
+        raise ValueError(
+            f"targets has shape {unlike[0]}, expected ({examples}, ...): {size} examples are drawn along the first "
+            f"dimension of the model's inputs, which have {examples} there; put the examples first in both, as with "
+            "batch_first=True, or leave metric_batch and search_batch out"
+        )
+    inputs, targets = call.sample(size, seed, last).args
     return Data(inputs, targets, data.random)
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from models import F64, assert_close, draw, mlp
+from models import F64, Assembled, assert_close, draw, mlp
 from optim_models import CE, Closure, X, Y, dropout_net, flat, iterate, mean_gradient, net, train
 from scipy.optimize import minimize
 from torch import Tensor, nn
@@ -248,6 +248,11 @@ def test_bad_requests_are_named():
     opt = ng.krylov_subspace(net_, CE, search_batch=4)
     with pytest.raises(ValueError, match=r"optimizer\.loss"):
         opt.step(Closure(opt, lambda: CE(net_(X), Y)))
+    for choice in ("metric_batch", "search_batch"):  # of columns, which the model takes for its examples
+        opt = ng.krylov_subspace(Assembled(lambda m, x: m.net(x.mT), net=net_), CE, **{choice: 2})
+        opt.loss(opt.model(X.mT), Y).backward()
+        with pytest.raises(ValueError, match=r"targets has shape \(8,\), expected \(3, \.\.\.\)"):
+            opt.step()
     params = {"w": torch.zeros(3, 3, dtype=F64, requires_grad=True)}
     plain = ng.NaturalGradient(params, ng.fisher(lambda p, x: x @ p["w"], CE))
     with pytest.raises(TypeError, match=r"nn\.Module"):
