@@ -350,6 +350,11 @@ def require_one_tensor(outputs: Any) -> Tensor:
             "metric outputs=lambda out: ... with the one that counts, such as out.logits; for several heads use "
             "ng.Heads((likelihood, width), ...)"
         )
+    if outputs.is_complex():
+        raise ValueError(
+            f"the model's outputs are {outputs.dtype}, expected real numbers: return their real and imaginary parts, "
+            "torch.view_as_real(outputs).flatten(1), and give the targets in the same way"
+        )
     return outputs
 
 

@@ -256,6 +256,7 @@ CRITERIA = {
         ValueError,
         ("[4, 2] rows", "one per example"),
     ),
+    "complex outputs": (lambda: Gaussian().rows(X3 + 1j), ValueError, ("complex128", "torch.view_as_real")),
     "heads of other numbers beside targets": (
         lambda: as_criterion(HEADS).check((X3, (X3, X3)), (CLASSES, X3)),
         ValueError,
