@@ -262,12 +262,17 @@ def write_checkpoint(plain: dict[str, Any], named: Named, extra: Mapping[str, An
     shapes, dtypes = {name: list(p.shape) for name, p in named}, {name: str(p.dtype) for name, p in named}
     extra = {"format": FORMAT, **extra, "shapes": shapes, "dtypes": dtypes}
     state: dict[str, Any] = {named[i][0]: numbers for i, numbers in plain["state"].items()}
-    groups = list(plain["param_groups"])
+    groups = [as_plain(group) for group in plain["param_groups"]]
     first = next((i for i, group in enumerate(groups) if group["params"]), 0)
     device = named[0][1].device if named else torch.device("cpu")
     groups[first] = {**groups[first], EXTRA: pack_tree({"extra": extra, "state": state}, device)}
     arrays = {i: keep_arrays(numbers) for i, numbers in plain["state"].items()}
     return {**plain, "state": arrays, "param_groups": groups, EXTRA: extra}
+
+
+def as_plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with floats for those of NumPy, which a schedule may leave in it and torch.load does not read."""
+    return {key: float(value) if isinstance(value, float) else value for key, value in group.items()}
 
 
 def keep_arrays(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from natgrad.ground.checks import check_number
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import keep_gradient_mode
 from natgrad.ground.typed_torch import list_numbers
+from natgrad.optim.checkpoint import as_plain
 from natgrad.optim.checks import to_dense
 from natgrad.optim.guard import Accidents, OnTrouble
 from natgrad.optim.processes import Processes, check_group, meet
@@ -176,9 +177,8 @@ class MirrorDescent(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in `torch.optim`; potentials and regions by their names alone, so that `weights_only=True` reads it."""
         state = super().state_dict()
-        for group in state["param_groups"]:
-            group.update({name: repr(group[name]) for name in CHOICES})
-        return state
+        groups = [as_plain(group) | {name: repr(group[name]) for name in CHOICES} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`.

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from optim_models import BLOCK_RECIPES, CE, net, train_numbered
 from torch import nn
 
@@ -13,8 +14,9 @@ import natgrad as ng
 
 
 def split_parameters(model: Any) -> list[dict[str, Any]]:
-    """The last layer first, with a rate and a decay of its own."""
-    return [{"params": model[2].parameters(), "lr": 0.2, "weight_decay": 0.1}, {"params": model[0].parameters()}]
+    """The last layer first, with a rate and a decay of its own, as NumPy computes it."""
+    own = {"lr": np.float64(0.2), "weight_decay": 0.1}
+    return [{"params": model[2].parameters(), **own}, {"params": model[0].parameters()}]
 
 
 def flat_optimizer(metric: Callable[..., Any] = ng.fisher, **options: Any) -> Callable[[nn.Module], Any]:

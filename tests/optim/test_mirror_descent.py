@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import F64, draw
@@ -159,6 +160,7 @@ def test_save_load_continue_is_never_having_stopped():
     schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
     train(opt, params, 3)
     schedule.step()
+    opt.param_groups[0]["lr"] = np.float64(opt.param_groups[0]["lr"])
     saved = pass_through_file({"opt": opt.state_dict(), "params": params})
     train(opt, params, 3, start=3)
     others, fresh = build()
