@@ -71,7 +71,9 @@ class Likelihood(Explained):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def write_out(self, outputs: Any) -> Any:
-        """Outputs in which no number is of several rows, so that each row has a gradient of its own. Default: the same.
+        """Outputs in which no number is of several rows, so that each row has a gradient of its own, in their layout.
+
+        Default: as they are.
 
         Args:
             outputs: What the model returns.

@@ -85,6 +85,8 @@ class HeteroscedasticGaussian(DiagonalForm):
         return torch.stack([mean.reshape(-1), spread.reshape(-1)], dim=1)
 
     def write_out(self, outputs: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            return outputs
         mean, spread = self._split(outputs)
         return mean, spread.contiguous()
 
@@ -142,7 +144,10 @@ class DiagonalGaussian(DiagonalForm):
         return torch.cat([mean, log_std.expand_as(mean)], dim=1)
 
     def write_out(self, outputs: Any) -> Any:
-        return self.rows(outputs)
+        if isinstance(outputs, Tensor):
+            return outputs
+        mean, log_std = outputs
+        return mean, log_std.expand_as(mean).contiguous()
 
     def nll(self, outputs: Any, targets: Tensor) -> Tensor:
         mean, log_std = self.rows(outputs).chunk(2, dim=1)

@@ -58,7 +58,10 @@ class Heads(Likelihood):
         return torch.cat(parts, dim=1)
 
     def write_out(self, outputs: Any) -> Any:
-        return tuple(family.write_out(part) for family, part in self._heads(outputs))
+        if isinstance(outputs, Tensor):
+            return outputs
+        parts = [family.write_out(part) for family, part in self._heads(outputs)]
+        return dict(zip(outputs, parts, strict=True)) if isinstance(outputs, dict) else tuple(parts)
 
     def nll(self, outputs: Any, targets: Any) -> Tensor:
         return torch.stack([family.nll(*pair) for family, *pair in self._heads(outputs, targets)]).sum(0)

@@ -239,6 +239,13 @@ LOSSES: dict[str, tuple[Any, Any]] = {
         lambda reduction: ng.Heads((ng.Bernoulli(), 1), (ng.DiagonalGaussian(), 8)),
         bits_and_spread,
     ),
+    "a function of one tensor": (
+        lambda reduction: ng.likelihood(
+            lambda outputs, targets: ng.HeteroscedasticGaussian().nll(outputs.chunk(2, -1), targets).mean(),
+            ng.HeteroscedasticGaussian(),
+        ),
+        lambda outputs: nn.Linear(3, outputs).double(),
+    ),
     "classes": (nn.CrossEntropyLoss, None),
     "log-probabilities": (nn.NLLLoss, log_probabilities),
     "distillation": (nn.KLDivLoss, log_probabilities),
