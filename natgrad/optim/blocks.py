@@ -54,6 +54,7 @@ class BatchUpdate:
     # a part of the last one, to measure a step with; None where nothing is to be measured
     sample: Reading | None = None
     part: float = 1.0  # of the rows that a pass must have, as it came sooner or later than it was due
+    density: float = 0.0  # of the first of these passes (`Reading`); 0 before it
     bad: bool = False  # True if a pass came to nothing
     # True if that was for a layer's inputs: the step is left out too, since the gradient would stay in the mean
     far: bool = False
@@ -84,15 +85,17 @@ class Averages:
     def take(self, update: BatchUpdate, reading: Reading) -> BatchUpdate:
         """A reading into the averages, weighted by its rows; where it is not fit (`Guard`), nothing of it.
 
+        Further ones of a step weigh as their targets do in the step's gradient, which a summed loss counts.
+
         Layer after layer, and the reading is emptied: its activations go as their moments come.
         """
         fit, far, guard = update.guard.accept_inputs(reading.layers, reading.squares)
-        update = replace(update, guard=guard)
+        update = replace(update, guard=guard, density=update.density or reading.density)
         if not self._agree(fit):
             return update.fail(far=far)
         blocks = self._assign(update.blocks, reading)
         fresh = list[tuple[Block, Statistics, Count]]()
-        for block, passed, count in self._weigh(reading, update.part):
+        for block, passed, count in self._weigh(reading, update):
             decay = self._decay(update, block.key)
             before, sums = self._totals(blocks, block), self.owners.sums(block.key)
             # totals <- decay totals + what this pass gives; the average is that / weight (Martens & Grosse, section 5)
@@ -120,7 +123,7 @@ class Averages:
     def _send(self, update: BatchUpdate, reading: Reading) -> Callable[[], BatchUpdate]:
         """`take` with several processes, whose parts are on their way when it returns."""
         fit, far, guard = update.guard.accept_inputs(reading.layers, reading.squares)
-        update = replace(update, guard=guard)
+        update = replace(update, guard=guard, density=update.density or reading.density)
         blocks, coming = self._assign(update.blocks, reading), dict[str, tuple[Block, Count]]()
 
         def deliver(key: str, fresh: Statistics) -> None:
@@ -134,7 +137,7 @@ class Averages:
         sums = ArrivingSums(self.owners.processes, self.structure.symmetric, deliver, fit)
         of = self.owners.of if self.owners.apart else {}
         few = Sums(add_few=self.owners.processes.sum_entries)
-        for block, passed, count in self._weigh(reading, update.part):
+        for block, passed, count in self._weigh(reading, update):
             coming[block.key] = block, count
             if isinstance(passed, Seen):
                 passed = self.structure.statistics(passed.add_by(few), None, self._decay(update, block.key))
@@ -149,18 +152,18 @@ class Averages:
 
         return wait
 
-    def _weigh(self, reading: Reading, part: float) -> Iterator[tuple[Block, Seen | Statistics, Count]]:
+    def _weigh(self, reading: Reading, update: BatchUpdate) -> Iterator[tuple[Block, Seen | Statistics, Count]]:
         """What was seen of each block, weighted by rows, and what all processes saw. Layers leave the reading."""
-        share, weight = float(reading.rows), reading.weight
+        rows, weight, times = float(reading.rows), reading.weight, reading.density / update.density
         while reading.layers:
             seen = reading.layers.pop()
-            rows, positions = reading.weights.get(seen.key, share), reading.positions.get(seen.key, math.inf)
-            needed = max(FEWEST_ROWS, part * self.structure.rows_needed(seen.layer))
-            passed = seen.thin(needed).count_times(share, weight)
-            yield Block(seen.layer.layout, seen.layer), passed, Count(rows, positions)
+            of_all, positions = reading.weights.get(seen.key, rows), reading.positions.get(seen.key, math.inf)
+            needed = max(FEWEST_ROWS, update.part * self.structure.rows_needed(seen.layer))
+            passed = seen.thin(needed).count_times(times * rows, weight)
+            yield Block(seen.layer.layout, seen.layer), passed, Count(times * of_all, positions)
         for name, squares in reading.squares.items():
-            count = Count(reading.weights.get(name, share), math.inf)
-            yield Block(single(name, self.named[name])), {"squares": share * weight * squares}, count
+            count = Count(times * reading.weights.get(name, rows), math.inf)
+            yield Block(single(name, self.named[name])), {"squares": times * rows * weight * squares}, count
 
     def _average(
         self,

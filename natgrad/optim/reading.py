@@ -65,6 +65,7 @@ class Reading:
     # by layer, its examples times positions, of all processes
     positions: Mapping[str, int] = field(default_factory=dict[str, int])
     span: Span | None = None  # where this part stands in the batch of all processes; None: it is all there is
+    density: float = 1.0  # of a summed loss how many targets that count come on a row, on all processes
 
     @property
     def all_rows(self) -> float:
@@ -95,6 +96,7 @@ class Span:
     cotangents: int  # the most that a process has
     silent: bool = False  # True where no target counts on any process
     mass: float = 0.0  # the mean over all rows of share times the sum of weights; 0: this process is alone
+    scale: float = 0.0  # what the losses of all are a mean over, or divided by; 0 where nobody asked
 
     def count_kept(self, unit: int, fewest: int, part: int) -> tuple[int, int, int]:
         """The first examples of all: how many of this process's, how many of all processes', and out of how many."""
@@ -114,7 +116,7 @@ def line_up(
 ) -> Span:
     """Agree on who has which examples of a reading. Every process calls this once per reading."""
     if processes.size == 1:
-        return Span(0, count, count, float(rows), rows, cotangents)
+        return Span(0, count, count, float(rows), rows, cotangents, scale=scale)
     tables = processes.share_numbers([count, rows, scale, cotangents, mass], device)
     counts, all_rows, scales, widths, masses = zip(*tables, strict=True)
     total = sum(all_rows)
@@ -124,7 +126,8 @@ def line_up(
         share = float(round(share))
     first = int(sum(counts[: processes.rank]))
     mean = sum(map(prod, zip(shares, masses, strict=True))) / max(total, 1)
-    return Span(first, count, int(sum(counts)), share, int(total), int(max(widths)), not sum(scales), mean)
+    scale = sum(scales)
+    return Span(first, count, int(sum(counts)), share, int(total), int(max(widths)), not scale, mean, scale)
 
 
 def sign_examples(cotangent: Tensor, examples: Examples, generator: torch.Generator, span: Span) -> Tensor:
@@ -268,7 +271,7 @@ class Reader:
         self.span = None
         self._begin(hearing, next(leaves(outputs)).device)
         own, answers = self._own(criterion, outputs, targets, recall, measurement, known)
-        reading = self._agree_on_reading(own, answers)
+        reading = self._agree_on_reading(own, answers, recall.computed[-1].summed)
         if self.is_silent:
             return None, hearing
         labels = hearing.labels if reading is None else self.generator.get_state()
@@ -552,7 +555,7 @@ class Reader:
         weights = {layer.layout.weight for layer in lost if not self._refuses(layer)}
         return [layer for layer in self.layers.spare if layer.layout.weight in weights and not self._refuses(layer)]
 
-    def _agree_on_reading(self, own: Reading, answers: Mapping[str, bool]) -> Reading | None:
+    def _agree_on_reading(self, own: Reading, answers: Mapping[str, bool], summed: bool) -> Reading | None:
         """The part of a reading that all processes take the same way."""
         layers, span = self.layers.by_key, self._line_up(own.rows, 1)
         roll = call_roll(
@@ -580,7 +583,10 @@ class Reader:
         }
         measured = [part for part in own.apart if part.key in passed]
         weights, own_part = {**roll.layers, **roll.names}, span if self.processes.size > 1 else None
-        return Reading([*passed.values()], squares, own.rows, measured, own.scores, weights, roll.positions, own_part)
+        density = span.scale / span.rows if summed and span.scale and span.rows else 1.0
+        return Reading(
+            [*passed.values()], squares, own.rows, measured, own.scores, weights, roll.positions, own_part, density
+        )
 
     @property
     def _device(self) -> torch.device:

@@ -186,6 +186,24 @@ def test_a_micro_batch_without_targets_adds_nothing(recipe: Any, silent: str):
         assert told.failures == 0
 
 
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.unitwise, ng.diagonal])
+def test_parts_of_a_sum_weigh_as_the_targets_that_count_in_them(recipe: Any):
+    targets, ends = torch.cat([Y[:2], IGNORED[:2], Y[4:]]), []
+    for sizes in ([len(X)], [3, len(X) - 3], [len(X) - 3, 3]):
+        model = net()
+        opt = recipe(
+            model, nn.CrossEntropyLoss(reduction="sum"), estimate=ng.ExactLabels(), rule=ng.Rate(), measure=False
+        )
+        for _ in range(2):
+            opt.zero_grad()
+            for x, y in zip(X.split(sizes), targets.split(sizes), strict=True):
+                opt.loss(model(x), y).backward()
+            opt.step()
+        ends.append(flat(model))
+    for end in ends[1:]:
+        assert_close(end, ends[0], 1e-10)
+
+
 class Two(nn.Module):
     """(b, 3) -> three logits by the first head, or by the second one, which shifts a bare parameter besides."""
 
