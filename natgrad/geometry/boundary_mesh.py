@@ -6,7 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -17,7 +17,14 @@ from natgrad.families import ExponentialFamily
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.ode import integrate
 from natgrad.ground.derivatives import exact_derivatives
-from natgrad.ground.linalg import factor_or_nan, fit_or_nan, invert_or_nan, require_solution, solve_or_nan
+from natgrad.ground.linalg import (
+    factor_or_nan,
+    fit_or_nan,
+    has_derivatives,
+    invert_or_nan,
+    require_solution,
+    solve_or_nan,
+)
 from natgrad.ground.pure import compute_exactly
 
 DEGREE = 8
@@ -281,7 +288,7 @@ def build_mesh(elements: int, like: Tensor) -> Mesh:
 
 @compute_exactly
 class Shooting(Manifold):
-    """`_arrive` gives a geodesic's end and velocity; `log` solves for the start. `distance` has exact gradients."""
+    """`_arrive` gives a geodesic's end and velocity; `log` solves for the start. First derivatives are exact."""
 
     @abstractmethod
     def _arrive(self, point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,7 +302,7 @@ class Shooting(Manifold):
         return self._arrive(point, tangent)[0]
 
     def log(self, point: Tensor, other: Tensor) -> Tensor:
-        """The velocity with which the geodesic from `point` reaches `other`, without gradients, computed in float64.
+        """The velocity with which the geodesic from `point` reaches `other`, computed in float64.
 
         Returns:
             A tangent at `point`. NaN, and a warning, for pairs of a batch without a way.
@@ -303,8 +310,8 @@ class Shooting(Manifold):
         Raises:
             ValueError: Where no pair has a way: the points are too far apart for the work that is allowed.
         """
-        point, other = torch.broadcast_tensors(self.check(point).detach(), self.check(other).detach())
-        flat, goal = (x.reshape(-1, point.shape[-1]) for x in (point, other))
+        point, other = torch.broadcast_tensors(self.check(point), self.check(other))
+        flat, goal = (x.detach().reshape(-1, point.shape[-1]) for x in (point, other))
         if point.device.type != "mps":
             flat, goal = flat.double(), goal.double()
         velocity = self._aim(flat, goal)
@@ -314,13 +321,21 @@ class Shooting(Manifold):
             raise ValueError(f"{words}: they are too far apart; go by a point between them")
         if lost:
             warnings.warn(f"{words}: NaN there; they are too far apart, go by points between them", stacklevel=3)
-        return velocity.to(point.dtype).view(point.shape)
+        velocity = velocity.to(point.dtype).view(point.shape)
+        if not (has_derivatives(point) or has_derivatives(other)):
+            return velocity
+        at, units = point.detach(), torch.eye(point.shape[-1], dtype=point.dtype, device=point.device)
+        arrive = partial(self.exp, at)
+        columns = [torch.func.jvp(arrive, (velocity,), (u.expand_as(at).contiguous(),))[1] for u in units]
+        gap = other - self.exp(point, velocity)  # zero, but for its derivatives: those of the root of exp(point, v) = q
+        slope = torch.stack(columns, dim=-1).detach()
+        return velocity + solve_or_nan(slope, (gap - gap.detach()).unsqueeze(-1)).squeeze(-1)
 
     def distance(self, point: Tensor, other: Tensor) -> Tensor:
         """With gradients by the first variation: -G v / d at the start, G v' / d at the end."""
-        velocity = self.log(point, other)
+        velocity = self.log(point.detach(), other.detach())
         length = self.norm(point.detach(), velocity)
-        if not (point.requires_grad or other.requires_grad):
+        if not (has_derivatives(point) or has_derivatives(other)):
             return length
         end = self._arrive(point.detach(), velocity)[1].detach()
         moved = self.inner(other.detach(), end, other - other.detach())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.geometry.normal_manifold import NormalPoints
 from natgrad.geometry.stable_functions import matrix_sqrt, safe_sqrt
-from natgrad.ground.linalg import eigh, require_factor, require_inverse, symmetrise
+from natgrad.ground.linalg import eigh, has_derivatives, require_factor, require_inverse, symmetrise
 from natgrad.ground.pure import compute_exactly
 from natgrad.operators import Closed, Operator
 
@@ -126,7 +126,7 @@ def lyapunov(matrix: Tensor, right: Tensor) -> Tensor:
         return vectors @ ((vectors.mT @ r @ vectors) / sums) @ vectors.mT
 
     solution = solve(right)
-    if not matrix.requires_grad:
+    if not has_derivatives(matrix):
         return solution
     moved, fixed = matrix - matrix.detach(), solution.detach()
     return solution - solve(moved @ fixed + fixed @ moved)  # dL solves S dL + dL S = -(dS L + L dS)

@@ -166,6 +166,11 @@ def is_concrete(value: Tensor) -> bool:
     return torch.func.debug_unwrap(value) is value
 
 
+def has_derivatives(value: Tensor) -> bool:
+    """Whether derivatives are taken through the tensor, backward or forward."""
+    return value.requires_grad or torch.autograd.forward_ad.unpack_dual(value).tangent is not None
+
+
 def all_finite(tensor: Tensor) -> bool:
     """Whether no entry is NaN or infinite.
 

@@ -182,6 +182,25 @@ def test_distances_have_gradients(case):
     assert_close(manifold.distance(other, other), torch.zeros(3, dtype=F64), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_first_derivatives_are_those_of_differences_in_both_modes(case):
+    manifold, point, other = CASES[case]
+    moves = tangent(manifold, point, 7), tangent(manifold, point, 8)
+    v = tangent(manifold, point, 9)
+
+    def measure(p, q):
+        ways = manifold.log(p, q), manifold.transport(p, q, v), manifold.geodesic(p, q, 0.3), manifold.exp(p, v)
+        return torch.cat([x.flatten() for x in (manifold.inner(p, v, v), manifold.distance(p, q), *ways)])
+
+    h = 1e-5
+    ahead, behind = (measure(*(x + s * h * m for x, m in zip((point, other), moves, strict=True))) for s in (1, -1))
+    pushed = torch.func.jvp(measure, (point, other), moves)[1]
+    assert_close(pushed, (ahead - behind) / (2 * h), rtol=1e-5, atol=1e-6)
+    weights = draw(len(pushed))
+    pulled = torch.func.vjp(measure, point, other)[1](weights)
+    assert_close(sum((a * b).sum() for a, b in zip(pulled, moves, strict=True)), weights @ pushed)
+
+
 PAIRS = {
     "half plane": (ng.MultivariateNormal(1), thetas(1, 1), thetas(1, 3)),
     "normals": (ng.MultivariateNormal(2), thetas(2, 1), thetas(2, 3)),
