@@ -181,7 +181,7 @@ class Manifold(Explained):
             point: Shape (..., event).
             vector: The point's shape.
         """
-        return vector
+        return torch.broadcast_tensors(point, vector)[1]
 
     def widen(self, numbers: Tensor) -> Tensor:
         """One number per point, with the trailing dimensions of a point.

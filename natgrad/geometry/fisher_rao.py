@@ -102,8 +102,9 @@ class Charted(Manifold):
         return self.manifold.inner(at, u, push(self.to_chart, point, second)[1])
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        point, gradient = torch.broadcast_tensors(point, gradient)
         at = self.to_chart(point)
-        pulled = torch.func.vjp(self.from_chart, at)[1](gradient.expand(point.shape))[0]
+        pulled = torch.func.vjp(self.from_chart, at)[1](gradient)[0]
         return push(self.from_chart, at, self.manifold.natural(at, pulled))[1]
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ class ProductManifold(Manifold):
         return self._each(lambda m, p, v: m.project(p, v), point, vector)
 
     def _cut(self, *tensors: Tensor) -> list[tuple]:
-        pieces = [tensor.split(self.sizes, dim=-1) for tensor in tensors]
+        pieces = [tensor.split(self.sizes, dim=-1) for tensor in torch.broadcast_tensors(*tensors)]
         return [
             (m, *map(lambda x, m=m: _shape_point(m, x), each)) for m, *each in zip(self.manifolds, *pieces, strict=True)
         ]

@@ -222,10 +222,12 @@ class Location(Manifold):
         self.covariance, self.factor = covariance, require_factor(covariance, message)
 
     def inner(self, point: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        _, first, second = torch.broadcast_tensors(point, first, second)
         whitened = torch.cholesky_solve(second.unsqueeze(-1), self.factor.to(second)).squeeze(-1)
         return (first * whitened).sum(-1)
 
     def natural(self, point: Tensor, gradient: Tensor) -> Tensor:
+        gradient = torch.broadcast_tensors(point, gradient)[1]
         return (self.covariance.to(gradient) @ gradient.unsqueeze(-1)).squeeze(-1)
 
     def exp(self, point: Tensor, tangent: Tensor) -> Tensor:
@@ -235,7 +237,7 @@ class Location(Manifold):
         return other - point
 
     def transport(self, point: Tensor, other: Tensor, vector: Tensor) -> Tensor:
-        return vector
+        return torch.broadcast_tensors(point, other, vector)[2]
 
     def inside(self, point: Tensor) -> Tensor:
         return torch.isfinite(point).all(-1)

@@ -201,6 +201,24 @@ def test_first_derivatives_are_those_of_differences_in_both_modes(case):
     assert_close(sum((a * b).sum() for a, b in zip(pulled, moves, strict=True)), weights @ pushed)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_leading_dimensions_broadcast(case):
+    manifold, point, other = CASES[case]
+    v, w = (tangent(manifold, point, s) for s in (7, 8))
+    calls = {
+        "natural": (point, v),
+        "inner": (point, v, w),
+        "exp": (point, v),
+        "transport": (point, other, v),
+        "translate": (point, other, v),
+    }
+    for name, given in calls.items():
+        call = getattr(manifold, name)
+        for i in range(len(given)):
+            alone, repeated = ((*given[:i], x, *given[i + 1 :]) for x in (given[i][0], given[i][:1].expand_as(point)))
+            assert_close(call(*alone), call(*repeated))
+
+
 PAIRS = {
     "half plane": (ng.MultivariateNormal(1), thetas(1, 1), thetas(1, 3)),
     "normals": (ng.MultivariateNormal(2), thetas(2, 1), thetas(2, 3)),
