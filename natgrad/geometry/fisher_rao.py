@@ -85,7 +85,7 @@ def fisher_rao(family: ExponentialFamily) -> Manifold:
     if isinstance(family, FixedCovarianceNormal):  # theta = Sigma^-1 mu, whose metric is Sigma everywhere
         return Location(require_inverse(family.known_covariance, f"{family!r} has a covariance without an inverse"))
     if isinstance(family, FixedMeanNormal) and family.pairs.complete:
-        return Charted(family, PositiveDefinite(), family.precision, lambda point: family.pairs.pack(-point / 2))
+        return Charted(family, PositiveDefinite(), family.precision, partial(halve_precision, family))
     return NaturalParameters(family)
 
 
@@ -182,6 +182,11 @@ def join_moments(family: MultivariateNormal, manifold: Normals, point: Tensor) -
     """theta of what `read_moments` gave."""
     mean, covariance = manifold.split(point)
     return family.join(mean, symmetrise(invert_or_nan(covariance)))
+
+
+def halve_precision(family: FixedMeanNormal, precision: Tensor) -> Tensor:
+    """theta of a precision."""
+    return family.pairs.pack(-precision / 2)
 
 
 # The univariate normal: the hyperbolic plane

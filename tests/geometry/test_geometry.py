@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -199,6 +200,12 @@ def test_first_derivatives_are_those_of_differences_in_both_modes(case):
     weights = draw(len(pushed))
     pulled = torch.func.vjp(measure, point, other)[1](weights)
     assert_close(sum((a * b).sum() for a, b in zip(pulled, moves, strict=True)), weights @ pushed)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_manifolds_go_to_another_process(case):
+    manifold, point, other = CASES[case]
+    assert torch.equal(pickle.loads(pickle.dumps(manifold)).log(point, other), manifold.log(point, other))
 
 
 @pytest.mark.parametrize("case", CASES)
