@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.families.event_checks import check_width
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.ground.checks import check_integer, is_integer
+from natgrad.ground.checks import check_integer, check_positions
 from natgrad.ground.pure import compute_exactly
 
 
@@ -196,14 +196,7 @@ class SubModel(Embedded):
 
     def __init__(self, family: ExponentialFamily, free: Sequence[int], base: Tensor | None = None) -> None:
         self.inner = self.family = family
-        self.free = tuple(free) if isinstance(free, Sequence) else ()
-        if (
-            not self.free
-            or not all(map(is_integer, self.free))
-            or len(set(self.free)) < len(self.free)
-            or not 0 <= min(self.free) <= max(self.free) < family.size
-        ):
-            raise ValueError(f"free is {free!r}, expected a list of different positions from 0 to {family.size - 1}")
+        self.free = check_positions("free", free, family.size)
         self.size, self.base, self.domain = len(self.free), base, family.domain
         if base is None:
             return

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.families import ExponentialFamily, SubModel
 from natgrad.geometry.base import require_family
-from natgrad.ground.checks import check_positive
+from natgrad.ground.checks import check_positions, check_positive
 from natgrad.ground.linalg import all_finite, require_solution, solve_or_nan
 from natgrad.ground.pure import leave_autocast
 
@@ -158,7 +158,10 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
         tensor([0.8814, 0.0000])
     """
     require_family(family)
-    point, places = theta.detach().clone(), torch.tensor(positions, device=theta.device)
+    positions = list(check_positions("positions", positions, family.check(theta).shape[-1]))
+    batch = torch.broadcast_shapes(theta.shape[:-1], means.shape[:-1])
+    point = theta.detach().expand(*batch, theta.shape[-1]).clone()
+    places = torch.tensor(positions, device=theta.device)
     eps = torch.finfo(theta.dtype).eps
 
     def dual(at: Tensor) -> Tensor:

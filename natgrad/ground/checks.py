@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Real
@@ -52,6 +52,21 @@ def check_precision(name: str, dtype: torch.dtype, hint: str) -> None:
     """ValueError for half precision, which has no linear algebra of its own."""
     if dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name} is {dtype}, expected double precision, or single: {hint}")
+
+
+def check_positions(name: str, value: Any, size: int) -> tuple[int, ...]:
+    """Different positions in a vector, as a tuple; ValueError for anything else.
+
+    Args:
+        name: The argument's name in the error message.
+        value: What came.
+        size: Of the vector.
+    """
+    positions = tuple(value) if isinstance(value, Sequence) else ()
+    different = all(map(is_integer, positions)) and len(set(positions)) == len(positions)
+    if not positions or not different or not 0 <= min(positions) <= max(positions) < size:
+        raise ValueError(f"{name} is {value!r}, expected a list of different positions from 0 to {size - 1}")
+    return positions
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:

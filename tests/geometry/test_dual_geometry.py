@@ -59,8 +59,12 @@ def test_pythagoras_for_tilting():
     assert_close(FIELD.expectation(found)[positions], means)
     other = tilt(FIELD, draw(6, seed=4), positions, means)
     assert_close(FIELD.kl(other, theta), FIELD.kl(other, found) + FIELD.kl(found, theta), rtol=1e-9, atol=1e-10)
+    assert_close(tilt(FIELD, theta, positions, torch.stack([means, -means]))[0], found)
     with pytest.raises(ValueError, match="not reached"):
         tilt(FIELD, theta, [0], tensor([1.5]))
+    for wrong in ([-1], [6], [0, 0]):
+        with pytest.raises(ValueError, match=r"positions .* from 0 to 5"):
+            tilt(FIELD, theta, wrong, tensor([0.2]))
 
 
 @pytest.mark.parametrize("case", SUBS)
