@@ -29,7 +29,7 @@ def integrate(
     Args:
         field: x -> dx/dt, (..., m) -> (..., m).
         start: x(0), shape (..., m).
-        span: Time.
+        span: Time; negative to go back.
         rtol: Relative tolerance of a step.
         atol: Absolute tolerance of a step.
         steps: At most, tried ones included.
@@ -44,26 +44,26 @@ def integrate(
         >>> ng.geometry.integrate(lambda x: -x, torch.tensor([1.0]))
         tensor([0.3679])
     """
-    state, time, step = start, 0.0, span
+    state, time, step = start, 0.0, 1.0  # both in shares of the span
     slope = field(state)
     for _ in range(steps):
-        step = min(step, span - time)
-        moved, error = _step(field, state, slope, step)
+        step = min(step, 1 - time)
+        moved, error = _step(field, state, slope, span * step)
         alive = torch.isfinite(state).all(-1) & torch.isfinite(slope).all(-1)
         width = atol + rtol * torch.maximum(state.abs(), moved.abs())
         scaled = (error / width).detach().square().mean(-1).sqrt()
         worst = float(torch.where(alive, scaled, 0.0).max()) if alive.numel() else 0.0
         broken = worst != worst or worst == float("inf")
-        if not worst <= 1 and step <= 1e-12 * span:  # a NaN is not <= 1 either
+        if not worst <= 1 and step <= 1e-12:  # a NaN is not <= 1 either
             lost = (alive & ~(scaled <= 1)).unsqueeze(-1)
             state, slope = torch.where(lost, torch.nan, state), torch.where(lost, torch.nan, slope)
-            step = 1e-3 * span
+            step = 1e-3
             continue
         if broken or worst > 1:
             step *= 0.2 if broken else max(0.2, 0.9 * worst**-POWER)
             continue
         state, time = moved, time + step
-        if time >= span * (1 - 1e-15) or not bool(alive.any()):
+        if time >= 1 - 1e-15 or not bool(alive.any()):
             return state
         slope = field(state)
         step *= min(4.0, 0.9 * max(worst, 1e-10) ** -POWER)

@@ -317,6 +317,7 @@ def test_integration_is_exact_to_its_tolerance_and_has_gradients():
     start = torch.tensor([[1.0], [2.0]], dtype=F64, requires_grad=True)
     end = integrate(lambda x: x, start)
     assert_close(end, math.e * start, rtol=1e-10, atol=0)
+    assert_close(integrate(lambda x: x, end, span=-1.0), start, rtol=1e-10, atol=0)
     (slope,) = torch.autograd.grad(end.sum(), start)
     assert_close(slope, torch.full_like(start, math.e), rtol=1e-8, atol=0)
     edge = integrate(lambda x: torch.where(x < 1.5, 1.0, torch.nan) * torch.ones_like(x), start.detach())
