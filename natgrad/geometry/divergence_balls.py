@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.families import ExponentialFamily
 from natgrad.geometry.base import require_family
-from natgrad.ground.checks import check_positive
+from natgrad.ground.checks import check_integer, check_positive
 from natgrad.ground.pure import leave_autocast
 
 DOUBLINGS, BISECTIONS = 200, 100
@@ -69,13 +69,15 @@ def level_set(
         Shape (m, n). NaN where a ray does not get there.
     """
     check_positive("radius", radius, hint=": a positive number of nats")
-    if isinstance(directions, int):
+    if not isinstance(directions, Tensor):
+        directions = check_integer("directions", directions, hint=f", or a tensor (m, {len(centre)})")
         if len(centre) != 2:
             raise ValueError(f"directions is a number, which serves 2 dimensions; expected a tensor (m, {len(centre)})")
         angles = torch.linspace(0, 2 * math.pi, directions, dtype=centre.dtype, device=centre.device)
         directions = torch.stack([angles.cos(), angles.sin()], dim=1)  # the last is the first: a line drawn is closed
     if directions.dim() != 2 or directions.shape[1] != len(centre):
         raise ValueError(f"directions have shape {tuple(directions.shape)}, expected (m, {len(centre)})")
+    directions = directions.to(centre)
     low, high = directions.new_zeros(len(directions), 1), directions.new_full((len(directions), 1), 1e-6)
     for _ in range(DOUBLINGS):
         short = (divergence(centre + high * directions) < radius).unsqueeze(1)
