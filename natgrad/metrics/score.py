@@ -92,18 +92,22 @@ class DensityMetric(Metric):
         examples, size = self._read(params, inputs), self.chunk_size
         with guard_derivatives(self.density, params, examples):
             if size is None or size >= len(examples):
-                return self._build_term(params, random, examples, self.mask)
+                return self._build_term(params, random, examples, self.mask, self._draw_seed())
             check_mask(self.mask, examples)
             by_example = self.mask is not None and self.mask.dim() > 1 and len(self.mask) == len(examples)
 
             parts = split_tensor(examples, size)
             masks = split_tensor(self.mask, size) if self.mask is not None and by_example else [self.mask] * len(parts)
             point = copy_tensors(params)  # the parameters move on between products
-            terms = [partial(self._build_term, point, random, *chunk) for chunk in zip(parts, masks, strict=True)]
+            drawn = random or RandomState.capture(examples.device)  # every product is built with the same draws
+            terms = [
+                partial(self._build_term, point, drawn, *chunk, self._draw_seed())
+                for chunk in zip(parts, masks, strict=True)
+            ]
             return Chunked([partial(scale_term, t, len(p) / len(examples)) for t, p in zip(terms, parts, strict=True)])
 
     def _build_term(
-        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None
+        self, params: Params, random: RandomState | None, examples: Tensor, mask: Tensor | None, seed: int
     ) -> Operator:
         own: DensityMetric = replace(cast("Any", self), mask=mask)
         if sum(p.numel() for p in params.values()) * examples.numel() <= LARGEST_ROOT:
@@ -111,7 +115,11 @@ class DensityMetric(Metric):
                 rows = own._find_rows(params, examples)
             if rows is not None:
                 return LowRankOperator(rows.flatten(0, 1).mT)
-        return own._pull_back(params, random, examples)
+        return own._pull_back(params, random, examples, seed)
+
+    def _draw_seed(self) -> int:
+        """A seed for a form that draws."""
+        return 0
 
     @abstractmethod
     def _read(self, params: Params, inputs: Any) -> Tensor:
@@ -122,7 +130,7 @@ class DensityMetric(Metric):
         """U^T in closed form, (b, N, K), with G = U U^T; None where there is none."""
 
     @abstractmethod
-    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
+    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor, seed: int) -> Operator:
         """G through one graph."""
 
 
@@ -170,7 +178,7 @@ class ScoreMetric(DensityMetric):
         """
         examples = self._read(params, inputs)
         with guard_derivatives(self.density, params, examples):
-            return self._pull_back(params, random, examples)
+            return self._pull_back(params, random, examples, self._draw_seed())
 
     def _read(self, params: Params, inputs: Any) -> Tensor:
         examples = copy_tensors(check_density(self.density, params, unwrap_examples(inputs)))
@@ -180,8 +188,10 @@ class ScoreMetric(DensityMetric):
         with guard_derivatives(self.density, params, examples):
             return self.langevin.draw(self.density, params, examples, self.generator)
 
-    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor) -> Pullback:
-        seed = int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
+    def _draw_seed(self) -> int:
+        return int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
+
+    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor, seed: int) -> Pullback:
         form = partial(self._form, examples, seed)
         return pull_back(self.density.scores, params, Call((examples,)), random, form)
 
@@ -332,7 +342,7 @@ class RatioMetric(DensityMetric):
         entries = self.entries(examples, self.density.ratios(params, examples)) / len(examples)
         return entries.sqrt().unsqueeze(2) * jacobian
 
-    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor) -> Operator:
+    def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor, seed: int) -> Operator:
         ratios = (self.density.ratios, params, Call((examples,)), random)
         return pull_back(*ratios, lambda ratios: Diagonals(self.entries(examples, ratios)))
 

@@ -18,7 +18,7 @@ from energies import (
     weighted_states,
 )
 from models import F64, assert_close, draw, tensor
-from torch import Tensor
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.densities import Plain
@@ -83,6 +83,21 @@ def test_sliced_metric_is_unbiased_and_has_a_small_root():
     assert root.shape == (18, 6)
     standard = draws.std(0) / len(draws) ** 0.5
     assert ((draws.mean(0) - tensor(EXPECTED["metric"])).abs() < 4.5 * standard + 1e-12).all()
+
+
+def test_products_of_chunks_are_those_of_one_matrix():
+    """Whatever is drawn for it: directions, dropout masks."""
+    params, x = vector_case("score_matching_n3")
+    energy = nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    cases = (
+        ng.score_metric(two_layers, slices=2, chunk_size=2).at(params, x),
+        ng.score_metric(energy, chunk_size=2).at(ng.trainable(energy), x),
+        ng.ratio_metric(energy, chunk_size=2).at(ng.trainable(energy), (x > 0).double()),
+    )
+    for operator in cases:
+        before = operator.dense()
+        torch.rand(1)
+        assert torch.equal(operator.dense(), before)
 
 
 def test_langevin_draws_from_the_model():
