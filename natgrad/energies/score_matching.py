@@ -216,7 +216,7 @@ def ratio_matching_loss(
     def term(point: Params, examples: Tensor, dims: list[int]) -> Tensor:
         entries = torch.sigmoid(-density.ratios(point, examples, dims)).square()
         each = (entries if counted is None else entries * counted[:, dims]).sum(1)
-        return each.mean() if shares is None else shares.to(each.dtype) @ each
+        return each.mean() if shares is None else shares.to(each) @ each
 
     return announce(log_p, inputs, _sum_in_chunks(density, term, params, inputs, chunk_size))
 

@@ -375,7 +375,8 @@ def check_weights(weights: Tensor | None, inputs: Tensor) -> Tensor | None:
         raise ValueError(f"weights {came}, expected a tensor ({len(inputs)},): how often each example of X came")
     if is_concrete(weights) and not (bool((weights >= 0).all()) and 0 < float(weights.sum()) < torch.inf):
         raise ValueError("weights must be counts or probabilities: finite, none below 0, at least one above")
-    return (weights / weights.sum()).to(inputs.device)
+    shares = weights.to(inputs)
+    return shares / shares.sum()
 
 
 def check_entries(params: Params, shapes: Mapping[str, tuple[int, ...]], hint: str) -> None:

@@ -357,4 +357,4 @@ class RatioMetric(DensityMetric):
         entries = 2 * slopes.square()
         counted, shares = check_mask(self.mask, examples), check_weights(self.weights, examples)
         entries = entries if counted is None else entries * counted
-        return entries if shares is None else entries * (len(examples) * shares.to(entries)).unsqueeze(1)
+        return entries if shares is None else entries * (len(examples) * shares).unsqueeze(1)
