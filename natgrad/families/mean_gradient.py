@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from natgrad.families.event_checks import floating_dtype
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.ground.linalg import eigh, gram, require_solution, svd
 from natgrad.ground.messages import show_shape
@@ -356,7 +357,9 @@ def natural_slope(
     Reference:
         Malago 2023.
     """
-    share = torch.full_like(values, 1 / len(values)) if weights is None else weights / weights.sum()
+    values = values.to(floating_dtype(values))
+    statistics, weights = statistics.to(values), torch.ones_like(values) if weights is None else weights.to(values)
+    share = weights / weights.sum()
     root = share.sqrt()
     centred = (statistics - share @ statistics) * root.unsqueeze(1)
     target = (values - share @ values) * root

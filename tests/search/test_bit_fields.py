@@ -46,6 +46,8 @@ def test_the_slope_is_exact_in_the_span_whatever_the_draws():
     found = natural_slope(T, T @ theta + 3)
     assert_close(found.value, theta, rtol=1e-5, atol=1e-5)
     assert found.explained == pytest.approx(1, abs=1e-6)
+    integers = T.int(), T.int().sum(1), torch.arange(40)
+    assert_close(natural_slope(*integers).value, natural_slope(*(each.float() for each in integers)).value)
 
 
 @pytest.mark.parametrize("count", [12, 60])
