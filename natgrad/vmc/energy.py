@@ -71,8 +71,8 @@ def estimate_energy(
 
     Args:
         local_energies: Shape (L,), or (chains, L); real or complex.
-        weights: Of the samples, same shape, with sum one: their error is that of a weighted mean of independent
-            samples. None: equal ones, in chains.
+        weights: Of the samples, relative to one another, same shape: their error is that of a weighted mean of
+            independent samples. None: equal ones, in chains.
         enumerated: True if the states are all there are, with their probabilities: no error is left.
 
     Reference:
@@ -89,6 +89,7 @@ def estimate_energy(
     shares = torch.full(values.shape, 1 / values.numel(), dtype=torch.float64, device=values.device)
     if weights is not None:
         shares = weights.detach().reshape(values.shape).to(torch.float64)
+        shares = shares / shares.sum()
     mean = (shares * values).sum()
     gaps = values - mean
     variance = float((shares * gaps.abs().square()).sum())
@@ -194,7 +195,7 @@ def estimate_jointly(
     everyone = processes.gather_rows(local_energies.reshape(-1))
     if weights is not None:
         shares = processes.gather_rows(weights.detach().reshape(-1).double())
-        return estimate_energy(everyone, shares / shares.sum(), enumerated=enumerated)
+        return estimate_energy(everyone, shares, enumerated=enumerated)
     lengths = share_count(processes, local_energies.shape[-1], local_energies.device)
     if len(set(lengths)) == 1:
         return estimate_energy(everyone.view(-1, lengths[0]), enumerated=enumerated)

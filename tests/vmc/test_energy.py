@@ -69,6 +69,7 @@ def test_weights_enumerate_or_reweigh():
     whole = ng.vmc.estimate_energy(values, p, enumerated=True)
     assert (whole.mean, whole.error, whole.variance) == (2.0, 0.0, 1.5)
     assert ng.vmc.estimate_energy(values, p).error == pytest.approx(math.sqrt(0.25 + 0.25))
+    assert ng.vmc.estimate_energy(values, 4 * p) == ng.vmc.estimate_energy(values, p)
 
 
 def test_the_extrapolation_is_the_weighted_line():
