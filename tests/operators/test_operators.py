@@ -30,6 +30,7 @@ from natgrad.operators import (
     Spectral,
     Sum,
     Units,
+    WrittenColumns,
     pack_operator,
     split_products,
     stack_products,
@@ -98,6 +99,7 @@ ALL = {
     "dense": lambda: DenseOperator(spd(5)),
     "dense, rank deficient": lambda: DenseOperator(psd(6, 2)),
     "dense, zero": lambda: DenseOperator(torch.zeros(3, 3, dtype=F64)),
+    "dense, indefinite": lambda: DenseOperator(spd(4) - 2 * torch.eye(4, dtype=F64), indefinite=True),
     "diagonal": lambda: DiagonalOperator(draw(5).square()),
     "diagonal with zeros": lambda: DiagonalOperator(torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
     "low rank": lambda: LowRankOperator(draw(7, 2)),
@@ -306,12 +308,23 @@ class Broken(Products):
             setattr(self, name, lie)
 
 
+class Closing(Products):
+    has_closed_form = True
+
+
+class Rowed(Products):
+    @property
+    def sample_rows(self) -> WrittenColumns:
+        return WrittenColumns(self.matrix)
+
+
 def scaled_in_place(block: torch.Tensor) -> torch.Tensor:
     result = spd(3) @ block
     block.mul_(1 + 1e-15)
     return result
 
 
+ONES, DEAD = (DiagonalOperator(torch.tensor([1.0, each], dtype=F64)) for each in (1.0, 0.0))
 LIES = {
     "unsymmetric": (lambda: Products(draw(3, 3)), "not symmetric"),
     "negative": (lambda: Products(-spd(3)), "not positive semi-definite"),
@@ -320,6 +333,12 @@ LIES = {
     "root": (lambda: Broken(spd(3), root=lambda: spd(3)), "root root^T of operator.root() is off by"),
     "root of another shape": (lambda: Broken(spd(3), root=lambda: draw(2, 3)), "operator.root() has shape (2, 3)"),
     "inverse": (lambda: Broken(spd(3), inverse=lambda damping: DenseOperator(spd(3))), "operator.inverse"),
+    "not the least inverse": (
+        lambda: Broken(DEAD.dense(), inverse=lambda damping: DEAD.inverse(damping) if damping else ONES),
+        "operator.inverse(0) G operator.inverse(0)",
+    ),
+    "closed form": (lambda: Closing(spd(3)), "closed_form is True"),
+    "sample rows": (lambda: Rowed(spd(3)), "U U^T of operator.sample_rows is off by"),
     "mm": (lambda: Broken(spd(3), mm=lambda block: spd(3).mT @ block * 2), "operator.mm(block) is off by"),
     "mm of another shape": (lambda: Broken(spd(3), mm=lambda block: block[1:]), "operator.mm(block) has shape"),
     "dtype": (lambda: Broken(spd(3), mv=lambda vector: (spd(3) @ vector).float()), "operator.mv returned"),
