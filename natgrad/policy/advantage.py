@@ -106,6 +106,8 @@ def gae(
         array([[1.5],
                [1. ]])
     """
+    rewards, values, following = map(np.asarray, (rewards, values, following))
+    terminated, ended = (np.asarray(each, dtype=bool) for each in (terminated, ended))  # ~ of a 1 is -2
     deltas = rewards + gamma * following * ~terminated - values
     weights = gamma * lam * ~ended
     advantages = np.empty_like(deltas)

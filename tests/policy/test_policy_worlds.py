@@ -129,6 +129,8 @@ def test_gae_function():
     ended, terminated = rng.random((6, 2)) < 0.4, rng.random((6, 2)) < 0.5
     terminated &= ended
     found = pg.gae(rewards, values, following, terminated, ended, 0.9, 0.7)
+    numbers = pg.gae(rewards, values, following, terminated.astype(int), ended.astype(float), 0.9, 0.7)
+    assert np.array_equal(numbers, found)
     for i in range(2):
         for t in range(6):
             expected, weight = 0.0, 1.0
