@@ -161,7 +161,8 @@ class GaussianSearch(Search):
         self._asked, before = None, self._state
         if not ranking.flat:
             order = ranking.order
-            self._state = self.model.advance(self._state, normals[order], steps[order], ranking)
+            # a model returns what it keeps itself; the stretch of integers is the search's own
+            self._state = before | self.model.advance(before, normals[order], steps[order], ranking)
         elif torch.isfinite(values[0]):  # a plateau: look farther
             self._state = self._state | {"sigma": self.sigma * 1.2}
         self._overflown = not self._can_draw()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.search import Separable
+from natgrad.search import XNES, Separable
 
 
 def mixed_bowl(X: Tensor) -> Tensor:
@@ -24,8 +24,9 @@ def test_a_mixed_minimum_is_found():
     assert result.x[:2].tolist() == [3.0, -2.0]
 
 
-def test_every_candidate_is_an_integer_within_bounds():
-    search = ng.GaussianSearch([0.2, 1.0], 3.0, seed=0, bounds=(-1.5, 2.7), integers=[True, False], model=Separable())
+@pytest.mark.parametrize("model", [None, Separable(), XNES()])
+def test_every_candidate_is_an_integer_within_bounds(model):
+    search = ng.GaussianSearch([0.2, 1.0], 3.0, seed=0, bounds=(-1.5, 2.7), integers=[True, False], model=model)
     for _ in range(30):
         X = search.ask()
         assert set(X[:, 0].tolist()) <= {-1.0, 0.0, 1.0, 2.0}
