@@ -61,9 +61,11 @@ def expectation_coordinates(family: ExponentialFamily) -> FlowCoordinates:
     def inside(eta: Tensor) -> Tensor:
         try:
             family.natural(eta)
-        except ValueError:
-            return torch.zeros(eta.shape[:-1], dtype=torch.bool)
-        return torch.ones(eta.shape[:-1], dtype=torch.bool)
+        except ValueError:  # of the whole batch: which of the points it is, each tells by itself
+            if eta.dim() > 1:
+                return torch.stack([inside(each) for each in eta])
+            return eta.new_zeros((), dtype=torch.bool)
+        return eta.new_ones(eta.shape[:-1], dtype=torch.bool)
 
     def jacobian(eta: Tensor) -> Tensor:
         return invert_or_nan(family.covariance(family.natural(eta)))

@@ -76,6 +76,14 @@ def test_the_natural_flow_is_the_same_in_all_coordinates():
     assert_close(torch.sigmoid(2 * mine.theta(in_mine.points)), expected, rtol=0, atol=1e-8)
 
 
+def test_many_starts_end_at_the_same_places_in_all_coordinates():
+    starts = torch.stack([point(0.3, 0.6), point(1.2, 0.5), point(0.8, 0.1)])  # the second one is outside
+    in_mu = destinations(flow_field(F, TOY, MU), starts, 0.5, MU.inside, steps=5)
+    eta = expectation_coordinates(TOY)
+    in_eta = destinations(flow_field(F, TOY, eta), 2 * starts - 1, 0.5, eta.inside, steps=5)
+    assert_close((in_eta + 1) / 2, in_mu, rtol=0, atol=1e-9)
+
+
 def _cubic(value):
     x = value
     for _ in range(60):
