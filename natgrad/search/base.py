@@ -190,6 +190,7 @@ def as_values(values: Any, name: str) -> Tensor:
     try:
         if isinstance(values, (list, tuple)):
             values = [v if isinstance(v, (str, bytes)) else float(v) for v in values]  # torch refuses strings
+            values = torch.tensor(values, dtype=torch.float64)
         numbers = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{name} is {type(values).__name__}, {expected}: {error}") from error
