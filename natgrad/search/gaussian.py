@@ -188,8 +188,8 @@ class GaussianSearch(Search):
         normals, steps = normals * shrink, steps * shrink
         if self._asked is None:
             return normals, steps
-        same = (points == self._asked[0]).all(1, keepdim=True)
-        return torch.where(same, self._asked[1], normals), torch.where(same, self._asked[2], steps)
+        place, known = find_rows(points, self._asked[0])  # in whatever order they come back
+        return torch.where(known, self._asked[1][place], normals), torch.where(known, self._asked[2][place], steps)
 
     def _measure_rounded_steps(self, points: Tensor, normals: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """z and A z with the steps to the integers that were evaluated, where these differ from those of the centre."""
@@ -325,6 +325,14 @@ def draw_orthogonal_normals(count: int, like: Tensor, generator: torch.Generator
             signs = torch.copysign(torch.ones_like(r[..., 0]), r.diagonal(dim1=-2, dim2=-1))  # LAPACK leaves them open
             blocks.append((q.mT * (signs * rows.norm(dim=-1)).unsqueeze(-1)).reshape(-1, d))
     return torch.cat(blocks)
+
+
+def find_rows(points: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+    """For every row the place of an equal one, at its own place if that is, and whether there is one (N, 1)."""
+    numbers = (torch.cat([among, points]) + 0.0).unique(dim=0, return_inverse=True)[1]  # -0 + 0 is 0
+    same = numbers[len(among) :].unsqueeze(1) == numbers[: len(among)]
+    own = same & torch.eye(len(points), dtype=torch.bool, device=points.device)
+    return (same.int() + own.int()).argmax(1), same.any(1, keepdim=True)
 
 
 # When a search has nothing more to find: the usual criteria, Hansen 2016, B.3 and Hansen 2009

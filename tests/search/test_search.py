@@ -100,6 +100,20 @@ def test_only_the_order_of_the_values_matters(name: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_lists_and_rows_in_another_order_say_the_same(name: str):
+    given, lists, turned = (ng.GaussianSearch([3.0, 1.0], 1.0, seed=0, model=MODELS[name]) for _ in range(3))
+    for _ in range(10):
+        X = given.ask()
+        assert torch.equal(lists.ask(), X)
+        Y = turned.ask().flip(0)
+        assert_close(Y.flip(0), X)
+        given.tell(X, sphere(X))
+        lists.tell(X.tolist(), sphere(X).tolist())
+        turned.tell(Y, sphere(Y))
+    assert lists.best.fun == given.best.fun
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_steps_and_whiten_are_inverse(name: str):
     search = ng.GaussianSearch(torch.ones(5), 1.0, seed=0, model=MODELS[name])
     generations(search, ellipsoid, 15)
