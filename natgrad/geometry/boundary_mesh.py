@@ -15,7 +15,7 @@ from torch import Tensor
 
 from natgrad.families import ExponentialFamily
 from natgrad.geometry.base import Manifold
-from natgrad.geometry.ode import integrate
+from natgrad.geometry.ode import integrate_wide
 from natgrad.ground.derivatives import exact_derivatives
 from natgrad.ground.linalg import (
     factor_or_nan,
@@ -395,12 +395,12 @@ class NaturalParameters(Shooting):
         def field(state: Tensor) -> Tensor:
             at, speed, carried = state.split([n, n, width], dim=-1)
             inside = self.inside(at).unsqueeze(-1)
-            safe = torch.where(inside, at, anchor)
+            safe = torch.where(inside, at, anchor.to(at))
             both = (speed, carried) if width else (speed,)
             bends = contract_christoffel(self.family, safe, speed, both)
             return torch.where(inside, torch.cat([speed, *bends], dim=-1), torch.nan)
 
-        end = integrate(field, start.reshape(-1, start.shape[-1])).view(start.shape)
+        end = integrate_wide(field, start.reshape(-1, start.shape[-1])).view(start.shape)
         squares = []  # |theta'|^2, which no geodesic changes: a step over the edge, where it is infinite, ends anywhere
         for at, speed in (x.detach().split(n, -1)[:2] for x in (start, end)):
             inside = self.inside(at)

@@ -8,7 +8,7 @@ from torch import Tensor
 from natgrad.families import MultivariateNormal
 from natgrad.geometry.base import Manifold
 from natgrad.geometry.boundary_mesh import Shooting, descend
-from natgrad.geometry.ode import integrate
+from natgrad.geometry.ode import integrate_wide
 from natgrad.geometry.positive_definite import whiten
 from natgrad.geometry.stable_functions import matrix_log, safe_sqrt
 from natgrad.ground.linalg import (
@@ -139,7 +139,7 @@ class Normals(NormalPoints, Shooting):
             at, speed, carried = state.split(n, dim=-1)
             return torch.cat([speed, self._bend(at, speed, speed), self._bend(at, speed, carried)], dim=-1)
 
-        end = integrate(field, torch.cat([point, tangent, vector], dim=-1))
+        end = integrate_wide(field, torch.cat([point, tangent, vector], dim=-1))
         return self.exp(point, tangent), end[..., 2 * n :]
 
     def curve(self, point: Tensor, tangent: Tensor) -> Tensor:

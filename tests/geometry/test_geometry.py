@@ -203,6 +203,15 @@ def test_first_derivatives_are_those_of_differences_in_both_modes(case):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_single_precision_is_that_of_its_numbers(case):
+    manifold, point, other = CASES[case]
+    single = tuple(x.float() for x in (point, other, tangent(manifold, point, 7)))
+    moved, expected = (manifold.transport(*each) for each in (single, [x.double() for x in single]))
+    assert moved.dtype == torch.float32
+    assert_close(moved.double(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_manifolds_go_to_another_process(case):
     manifold, point, other = CASES[case]
     assert torch.equal(pickle.loads(pickle.dumps(manifold)).log(point, other), manifold.log(point, other))
