@@ -89,5 +89,6 @@ def level_set(
         short = (divergence(centre + middle * directions) < radius).unsqueeze(1)
         low, high = torch.where(short, middle, low), torch.where(short, high, middle)
     points = centre + low * directions
-    reached = torch.isfinite(points).all(1) & ((divergence(points) - radius).abs() <= 1e-6 * radius)
+    beyond = divergence(centre + high * directions)  # infinite where the ray leaves before it gets there
+    reached = torch.isfinite(points).all(1) & torch.isfinite(beyond) & (beyond >= radius)
     return torch.where(reached.unsqueeze(1), points, torch.nan)

@@ -123,6 +123,8 @@ def test_balls_have_their_radius(reverse):
     ends = (ball, theta.expand_as(ball)) if reverse else (theta.expand_as(ball), ball)
     assert_close(family.kl(*ends), torch.full((50,), 0.02, dtype=F64), rtol=1e-9, atol=0)
     assert_close(ball[0], ball[-1])
+    single = kl_ball(family, theta.float(), 0.02, 50, reverse=reverse)
+    assert_close(single.double(), kl_ball(family, theta.float().double(), 0.02, 50, reverse=reverse), rtol=0, atol=1e-5)
     axes = torch.eye(2, dtype=torch.long)
     assert_close(*(kl_ball(family, theta, 0.02, rays, reverse=reverse) for rays in (axes, axes.double())))
     many = kl_ball(FIELD, torch.zeros(6, dtype=F64), 0.1, draw(7, 6))
