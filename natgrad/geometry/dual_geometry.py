@@ -159,7 +159,7 @@ def tilt(family: ExponentialFamily, theta: Tensor, positions: list[int], means: 
     """
     require_family(family)
     positions = list(check_positions("positions", positions, family.check(theta).shape[-1]))
-    batch = torch.broadcast_shapes(theta.shape[:-1], means.shape[:-1])
+    means, batch = means.to(theta), torch.broadcast_shapes(theta.shape[:-1], means.shape[:-1])
     point = theta.detach().expand(*batch, theta.shape[-1]).clone()
     places = torch.tensor(positions, device=theta.device)
     eps = torch.finfo(theta.dtype).eps

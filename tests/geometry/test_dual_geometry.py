@@ -60,6 +60,7 @@ def test_pythagoras_for_tilting():
     other = tilt(FIELD, draw(6, seed=4), positions, means)
     assert_close(FIELD.kl(other, theta), FIELD.kl(other, found) + FIELD.kl(found, theta), rtol=1e-9, atol=1e-10)
     assert_close(tilt(FIELD, theta, positions, torch.stack([means, -means]))[0], found)
+    assert_close(tilt(FIELD, theta, positions, means.float()), found, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="not reached"):
         tilt(FIELD, theta, [0], tensor([1.5]))
     for wrong in ([-1], [6], [0, 0]):
