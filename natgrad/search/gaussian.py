@@ -38,7 +38,7 @@ Bounds = tuple[Any, Any] | list[Any] | Tensor | None
 FAR = 1e4  # deviations at which candidates have to be finite
 OVERFLOW = "overflow: the next step would leave the range of the numbers; f seems to fall without end"
 NEIGHBOURS = "converged: every integer point next to the best one was evaluated, and none is better"
-STALLED = ("stagnation", "condition")
+STALLED = ("stagnation", "condition", "tolx", "tolfun", "precision")
 """Ends before which a search of integers alone evaluates the neighbours of its best point."""
 
 

@@ -64,10 +64,11 @@ def test_the_distribution_moves_by_the_integers_that_were_evaluated():
     assert_close(search.model.steps(search.state, z), y)
 
 
-def test_a_search_of_integers_that_stalls_asks_for_the_neighbours_of_its_best_point():
+@pytest.mark.parametrize("why", ["stagnation", "tolx", "tolfun", "precision"])
+def test_a_search_of_integers_that_stalls_asks_for_the_neighbours_of_its_best_point(why: str):
     def build() -> ng.GaussianSearch:
         search = ng.GaussianSearch([0.0, 0.0], 1.0, popsize=4, seed=0, integers=range(2), bounds=(-1, 3))
-        search._monitor._find_reason = lambda *_: "stagnation: neither the best nor the median value got better"
+        search._monitor._find_reason = lambda *_: f"{why}: the search goes nowhere"
         return search
 
     search = build()
