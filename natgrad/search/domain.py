@@ -39,7 +39,7 @@ class Domain:
         if self.has_bounds:
             x = torch.where(self.integer, x, fold(x, self.lower, self.upper))
         if self.has_integers:
-            x = torch.where(self.integer, x.round(), x)
+            x = torch.where(self.integer, x.round() + 0.0, x)  # 0.0 for -0.0
         return x.clamp(self.lower, self.upper) if self.has_bounds else x
 
     def admit(self, points: Tensor) -> Tensor:
