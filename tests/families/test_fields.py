@@ -138,6 +138,9 @@ def test_a_sweep_leaves_the_field_s_law_as_it_is(name, kind):
     spread = (family.covariance(theta).diagonal(dim1=-2, dim2=-1) / chains).sqrt()
     assert float(((found.mean(0) - family.expectation(theta)).abs() / spread).max()) < 5
     assert not torch.equal(found[:, 0].mean(0), found[:, 1].mean(0))
+    states = sweep.states().flip(0)
+    sweep.replace_states(states)
+    assert torch.equal(sweep.states(), states)
 
 
 def test_a_narrow_grid_is_exact_and_its_gradients_flow():

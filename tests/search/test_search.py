@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.search import IPOP, XNES, SparsePrecision
+from natgrad.search import IPOP, XNES, LowRank, Ranking, SparsePrecision
 from natgrad.search.cma import choose_constants
 from natgrad.search.domain import fold, unfold
 from natgrad.search.gaussian import draw_orthogonal_normals
@@ -248,6 +248,18 @@ def test_the_precision_of_a_chain_is_banded_and_keeps_its_moments():
     for rows, blocks in zip(group_by_neighbours(search.model.edges, d), search.state["blocks"], strict=True):
         for row, block in zip(rows, blocks, strict=True):
             assert_close(covariance[row][:, row], block, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("d", [10, 200])
+def test_paths_of_a_low_rank_model_forget_at_the_published_rates(d: int):
+    """c_sigma = 2 popsize / d and c_j = popsize / (4^j d), at most a half (Loshchilov et al. 2017)."""
+    model, popsize, still = LowRank(3), 10, torch.zeros(10, d, dtype=torch.float64)
+    state = model.start(still[0], 1.0, popsize)
+    state |= {"sigma_path": still[0] + 1, "paths": still[:3] + 1}
+    state = model.advance(state, still, still, Ranking.of(torch.arange(10.0)))
+    rates = (popsize / d / 4.0 ** torch.arange(3, dtype=torch.float64)).clamp(max=0.5)
+    assert_close(state["sigma_path"], still[0] + 1 - min(0.5, 2 * popsize / d))
+    assert_close(state["paths"], (1 - rates).unsqueeze(1).expand(3, d))
 
 
 def test_elimination_makes_a_cycle_chordal():

@@ -57,6 +57,20 @@ def test_the_model_of_a_quadratic_function_is_the_function():
     assert_close(minimum, torch.zeros(5, dtype=torch.float64), atol=1e-5, rtol=0)
 
 
+def test_a_model_is_fitted_to_the_last_finite_evaluations():
+    """Of twice as many as a quadratic model has coefficients: 42 in five variables."""
+    ranked = SurrogateEvaluations(BlackBox(ellipsoid, True), QuadraticSurrogate())
+    X = torch.arange(300.0, dtype=torch.float64).reshape(60, 5)
+    F = X.sum(1)
+    F[50] = torch.nan
+    for points, values in zip(X.split(10), F.split(10), strict=True):
+        ranked._remember(points, values)
+    assert ranked._points is not None
+    known = torch.isfinite(F)
+    assert torch.equal(ranked._points, X[known][-42:])
+    assert torch.equal(ranked._values, F[known][-42:])
+
+
 @pytest.mark.parametrize(
     "f",
     [lambda X: torch.full((len(X),), torch.nan), lambda X: torch.zeros(len(X)), lambda X: X.sum(1) * torch.inf],
