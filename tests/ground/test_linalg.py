@@ -116,6 +116,10 @@ def test_gram_is_the_product_whatever_its_blocks(columns: int):
     assert_close(gram(rows[:, ::2]), rows[:, ::2].mT @ rows[:, ::2], 1e-14)
 
 
+def test_gram_has_a_derivative():
+    assert torch.autograd.gradcheck(lambda rows: gram(rows, 0.3), draw(2, 3).requires_grad_())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_the_absolute_value_of_an_indefinite_matrix_keeps_eigenvectors(dtype: torch.dtype):
     turn, values = torch.linalg.qr(draw(24, 24))[0], torch.linspace(-3, 5, 24, dtype=F64)

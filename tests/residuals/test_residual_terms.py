@@ -153,6 +153,14 @@ def test_pools_that_do_not_do_are_refused(arguments, words):
         draw_where_large(*arguments)
 
 
+def test_points_are_drawn_by_the_power_of_their_residual_over_its_mean():
+    residuals, generator = torch.tensor([1.0, 2.0]).repeat(100_000), torch.Generator().manual_seed(0)
+    pool = residuals.unsqueeze(1)
+    drawn = draw_where_large(pool, residuals, 10_000, power=2.0, floor=1.0, generator=generator)
+    assert float((drawn == 2).double().mean()) == pytest.approx((1.6 + 1) / (0.4 + 1 + 1.6 + 1), abs=0.02)  # 4 errors
+    assert len(draw_where_large(pool, torch.zeros(len(pool)), 3)) == 3
+
+
 class ComplexWave(nn.Module):
     """A complex network of real points."""
 

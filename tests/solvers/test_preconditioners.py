@@ -201,9 +201,9 @@ def test_memory_of_a_structure_is_kept_and_saved():
     assert torch.equal(flat(straight), flat(stopped))
 
 
-def test_zeros_on_the_diagonal_do_not_become_infinite():
-    assert torch.isfinite(safe_power(torch.tensor([0.0, 2.0]), -1.0)).all()
-    assert torch.isfinite(safe_power(torch.zeros(2), -1.0)).all()
+def test_zeros_on_the_diagonal_count_as_the_smallest_positive_entry():
+    assert torch.equal(safe_power(torch.tensor([0.0, 4.0, 2.0]), -1.0), torch.tensor([0.5, 0.25, 0.5]))
+    assert torch.equal(safe_power(torch.zeros(2), -1.0), torch.ones(2))
 
 
 def test_a_structure_that_cannot_be_one_is_named():

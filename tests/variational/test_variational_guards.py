@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import natgrad as ng
 from natgrad.variational import Draws, GaussHermite, Projected, Sobol, variational
+from natgrad.variational.targets import is_batched
 
 INPUTS, WEIGHTS = draw(60, 4, seed=1), torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=F64)
 SIGNS = (INPUTS @ WEIGHTS + 0.5 * draw(60, seed=2)).sign()
@@ -29,6 +30,21 @@ def test_a_laplace_density_gets_its_best_normal(scale, d, diagonal):
     deviations = q.covariance.diagonal().sqrt()
     assert float((deviations * scale / math.sqrt(math.pi / 2) - 1).abs().max()) < 0.05
     assert float(q.mean.abs().max()) * scale < 0.1
+
+
+@pytest.mark.parametrize(
+    ("log_joint", "batched"),
+    [
+        (lambda z: z.sum(-1), True),
+        (lambda z: z.sum(-1, keepdim=True), True),
+        (lambda z: (z.sum(-1) - 1).log(), True),  # NaN at the start
+        (lambda z: z.sum(), False),
+        (lambda z: z.sum(-1) / len(z), False),  # rows of it are another function
+        (lambda z: (z @ z) + z[0], False),
+    ],
+)
+def test_whether_a_log_joint_takes_rows_is_found_by_its_values(log_joint, batched):
+    assert is_batched(log_joint, torch.zeros(3, dtype=F64)) is batched
 
 
 KINKED: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {

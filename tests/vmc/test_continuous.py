@@ -10,6 +10,7 @@ from wave_functions import Formula, tanh_net
 
 import natgrad as ng
 from natgrad import vmc
+from natgrad.vmc.networks import determinant
 
 
 def distances(x: Tensor) -> Tensor:
@@ -95,6 +96,12 @@ def test_exchanging_electrons_of_one_spin_changes_the_sign(name):
                 order[i], order[j] = j, i
                 after = psi(x[:, order].flatten(1)).detach()
                 assert_close((after - before).exp(), torch.full((4,), -1.0, dtype=after.dtype), rtol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_sum_over_permutations_has_the_determinant_s_sign(size: int):
+    matrices = draw(5, size, size)
+    assert_close(determinant(matrices), torch.linalg.det(matrices), rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", MOLECULES)
