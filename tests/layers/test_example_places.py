@@ -13,7 +13,7 @@ from optim_models import flat, is_finite, train
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.layers.examples import alternating, consecutive
+from natgrad.layers.examples import Examples, KnownPlaces, alternating, consecutive
 from natgrad.operators import Arranged
 from natgrad.optim import StructuredNaturalGradient
 from natgrad.structures import ExactLabels, Layerwise
@@ -317,6 +317,27 @@ class Mixing(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.norm(self.inner(self.token(tokens) + self.position(torch.arange(H)[None])))
         return self.out((hidden + self.mix * hidden.cumsum(1)).tanh())
+
+
+def test_places_are_asked_for_once_per_shapes_and_few_are_remembered():
+    places, outputs = KnownPlaces(), draw(6, 2)
+    labels, calls = consecutive(3, outputs).labels.contiguous(), []
+
+    def ask(shape: int) -> None:
+        known = lambda: [Examples(3, labels)] if calls.append(shape) is None else []  # noqa: E731
+        examples, _ = places.find(outputs, [], known, [(shape,)], strict=False, afresh=False)
+        assert torch.equal(examples.labels, labels)
+
+    for shape in [*range(150), 149]:
+        ask(shape)
+        assert max(len(places.found), len(places.partitions)) <= 64
+    assert all(
+        part.labels.untyped_storage().nbytes() == 6 * 8 for part in places.partitions.values()
+    )  # rows', not entries'
+    places.partitions.clear()  # as after a checkpoint, which has the numbers alone
+    ask(149)
+    ask(149)
+    assert calls == [*range(150), 149]
 
 
 @pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker, ng.Diagonal, ng.UnitWise])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.ground.pure import is_evaluating, mark_evaluation
+from natgrad.optim import guard_steps
 from natgrad.optim.blocks import Averages
 
 # states are compared in the middle of a batch, which `state_dict` tells of
@@ -272,3 +275,27 @@ def test_a_batch_that_is_cut_before_its_step_leaves_nothing(name: str, event: st
         for one in (opt, twin):
             iterate(one, one.model, X, Y)
         assert same(snapshot(twin), snapshot(opt))
+
+
+@pytest.mark.parametrize(("trouble", "steps"), cross(["parameters", "state"], ["interrupt"], [0, 1]))
+def test_guarded_steps_of_any_optimizer_are_taken_or_leave_nothing(trouble: str, steps: int) -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([p], 0.1)
+
+    def step(slope: float = 1.0) -> None:
+        p.grad = torch.full_like(p, slope)
+        optimizer.step()
+
+    def run() -> None:
+        step(1e30 if trouble == "state" else 1.0)  # whose square overflows: the step is finite, 0
+        p.data[0] = math.inf if trouble == "parameters" else p.data[0]
+        if trouble == "interrupt":
+            raise KeyboardInterrupt
+
+    for _ in range(steps):
+        assert guard_steps(optimizer, step) == (None, True)
+    assert bool((p < 1).all()) == (steps > 0)
+    before = copy.deepcopy((p.data, optimizer.state_dict()))
+    with suppress(KeyboardInterrupt):
+        assert guard_steps(optimizer, run) == (None, False)
+    assert same((p.data, optimizer.state_dict()), before)
