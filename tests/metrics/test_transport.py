@@ -89,14 +89,15 @@ def test_a_gaussian_s_mean_and_spread():
 
 
 BAD = {
-    "kernel": ({"kernel": 3}, TypeError),
-    "basis": ({"basis": 0}, ValueError),
-    "regularization": ({"regularization": 0.0}, ValueError),
+    "kernel": (lambda: ng.transport_metric(warp, kernel=3), TypeError),  # type: ignore[arg-type]
+    "basis": (lambda: ng.transport_metric(warp, basis=0), ValueError),
+    "regularization": (lambda: ng.transport_metric(warp, regularization=0.0), ValueError),
+    "bandwidth": (lambda: RBF()(Z[0], Z[1]), ValueError),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_named(name):
-    options, error = BAD[name]
+    call, error = BAD[name]
     with pytest.raises(error, match=f"^{name} is"):
-        ng.transport_metric(warp, **options)
+        call()
