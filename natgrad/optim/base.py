@@ -273,7 +273,6 @@ class ModelOptimizer(Optimizer):
             raise
         except BaseException:  # Ctrl-C: before the step was written it can be taken yet
             if self._live.state.step > before:
-                self._forget_batch()
                 self._live.taken = TakenGradients.of(self._live.named, self._live.recall)
             raise
 
