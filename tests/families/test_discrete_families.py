@@ -95,6 +95,13 @@ def test_integers_and_others_are_no_parameters():
         Categorical(3).statistics([1, 2])
 
 
+@pytest.mark.parametrize("rate", [0.1, 59.0, 61.0, 1000.0])  # a series from 60 on
+def test_the_entropy_of_counts_is_the_sum_over_them(rate):
+    counts, log_rate = torch.arange(2000, dtype=F64), tensor([rate]).log()
+    log_p = counts * log_rate - rate - torch.lgamma(counts + 1)
+    torch.testing.assert_close(Poisson(1).entropy(log_rate), -(log_p.exp() * log_p).sum(), rtol=1e-11, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_counts_of_many_trials_are_as_exact_as_those_of_few(dtype):
     shares, trials = tensor([0.2, 0.3, 0.5]), 10**6

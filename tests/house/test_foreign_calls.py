@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Assembled
 from torch import nn
 
 import natgrad as ng
@@ -38,6 +39,7 @@ def make_jagged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
 
 
+INSIDE = Assembled(lambda m, x: m.linear(make_jagged().double()).values(), linear=nn.Linear(3, 2)).double()
 COUNTED = nn.Embedding(5, 3, scale_grad_by_freq=True)
 
 
@@ -71,6 +73,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ng.fisher(NET, CE).at(ng.trainable(NET), make_jagged().double()),
         "nested tensor",
     ),
+    "jagged inputs of a layer": (lambda: [ng.kfac(INSIDE, CE), INSIDE(X)], "'linear.weight' is a nested tensor"),
     "an ode of another order": (lambda: ng.residuals(NET, {"inside": ode}).step(inside=X), r"term\(u, x\)"),
     "a pde of DeepXDE's": (lambda: ng.residuals(NET, {"inside": pde}).step(inside=X), r"term\(u, x\)"),
     "an argument of another package": (lambda: ng.minimize(lambda x: x.sum(), [0.0], sigma=1.0), "no argument 'sigma'"),

@@ -144,11 +144,12 @@ def test_a_checkpoint_of_each_process_goes_on_bit_for_bit(four: list[dict[str, A
 
 @pytest.mark.parametrize(("n", "share"), [(1, 1.0), (63, 1.0), (64, 0.625), (101, 0.62)])
 def test_strips_of_a_symmetric_matrix_are_all_of_it(n: int, share: float):
-    matrix = draw(2, n, n)
-    matrix = matrix + matrix.mT
-    flat = torch.cat([strip.reshape(-1) for strip in cut_strips(matrix)])
-    assert torch.equal(join_strips(flat, matrix.shape), matrix)
-    assert flat.numel() / matrix.numel() == pytest.approx(share, abs=0.01)
+    matrices = draw(2, n, n)
+    matrices = matrices + matrices.mT
+    for matrix in (matrices, matrices[0]):
+        flat = torch.cat([strip.reshape(-1) for strip in cut_strips(matrix)])
+        assert torch.equal(join_strips(flat, matrix.shape), matrix)
+        assert flat.numel() / matrix.numel() == pytest.approx(share, abs=0.01)
 
 
 def test_the_dearest_block_goes_first_to_whoever_has_least():

@@ -55,6 +55,25 @@ def test_the_model_of_a_quadratic_function_is_the_function():
     minimum = model.find_minimum()
     assert minimum is not None
     assert_close(minimum, torch.zeros(5, dtype=torch.float64), atol=1e-5, rtol=0)
+    ranked.evaluate_generation(search)
+    assert ranked.objective.nfev == 31  # one of the generation tells that the model ranks it
+
+
+def test_a_generation_that_no_model_ranks_is_evaluated_once_in_ever_larger_parts():
+    sizes: list[int] = []
+    generator = torch.Generator().manual_seed(0)
+
+    def draw_values(X: Tensor) -> Tensor:
+        sizes.append(len(X))
+        return torch.rand(len(X), generator=generator, dtype=torch.float64)
+
+    search = ng.GaussianSearch(torch.ones(5), 1.0, popsize=30, seed=0)
+    ranked = SurrogateEvaluations(BlackBox(draw_values, True), QuadraticSurrogate(0.999))
+    for _ in range(2):
+        search.tell(*ranked.evaluate_generation(search))
+    assert sizes == [30, 1, 1, 1, 2, 3, 4, 6, 9, 3]
+    assert ranked._points is not None
+    assert len(ranked._points.unique(dim=0)) == len(ranked._points)
 
 
 def test_a_model_is_fitted_to_the_last_finite_evaluations():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from wave_functions import Formula
 
 import natgrad as ng
 from natgrad import vmc
+from natgrad.ground.jets import NotCarriedError
 from natgrad.vmc import continuous
 
 F64 = torch.float64
@@ -163,6 +165,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "derivatives lost": lambda x: torch.func.vmap(lambda one: one.square().sum())(x) + x[:, 0],
     "in place": lambda x: x.clone().mul_(x).sum(1),
     "branch": lambda x: x.sum(1) if x.abs().max() > 0 else x.prod(1),
+    "complex": lambda x: torch.complex(x, x.sin()).sinh().imag.sum(1),
     "weight of a jet": lambda x: functional.linear(torch.ones(1, 6, dtype=F64), x.sin()).squeeze(0),
 }
 
@@ -172,6 +175,8 @@ def test_what_is_not_carried_is_differentiated(name):
     psi = ng.LogAmplitude(Formula(lambda _, x: UNKNOWN[name](x)))
     with torch.no_grad():
         assert not continuous.agrees(psi, draw()[:2])
+        with nullcontext() if name == "derivatives lost" else pytest.raises(NotCarriedError):
+            continuous.carry_log(psi, draw())
         slopes, laplacian = continuous.differentiate_twice(psi, draw())
         torch.testing.assert_close(vmc.kinetic_energies(psi, draw()), -(laplacian + slopes.square().sum(0)) / 2)
 
