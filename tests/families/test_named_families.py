@@ -29,6 +29,12 @@ from natgrad.families import (
 GENERATOR = torch.Generator().manual_seed(0)
 
 
+def test_the_logarithmic_series_is_summed_where_p_is_small_too():
+    theta = tensor([-30.0, -12.0, -8.0, -7.0, -6.9, -1.0, -1e-3]).unsqueeze(1)
+    expected = (-torch.log1p(-theta.exp())).log().squeeze(1)
+    assert_close(Logarithmic().log_partition(theta), expected, rtol=1e-13, atol=0)
+
+
 def test_the_scatter_operator_has_its_inverse():
     family = Wishart(12)
     root = torch.eye(12, dtype=F64) + 0.1 * draw(12, 12)

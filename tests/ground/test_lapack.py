@@ -50,6 +50,12 @@ def batch(case: str) -> Tensor:
     return torch.stack([SOUND[0], BAD[case], SOUND[1]])
 
 
+@every_call
+def test_half_precision_is_refused(call):
+    with pytest.raises(ValueError, match=r"is torch.float16, expected double precision"):
+        CALLS[call][0](SOUND.half())
+
+
 @both_processors
 @every_bad_matrix
 @every_call

@@ -119,6 +119,7 @@ def test_each_process_inverts_its_part_alone(four: list[dict[str, Any]], scene: 
     assert max(report["inversions"] for report in reports) <= 0.3 * whole
     times = {report["done"] / report["inversions"] for report in reports}
     assert len(times) == 1  # every block was inverted as often, by one process
+    assert all(report["sent_bytes"]["statistics"] > 0 for report in reports)
 
 
 def test_batch_norms_are_recalibrated_over_all_processes(four: list[dict[str, Any]]):
