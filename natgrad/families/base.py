@@ -360,6 +360,18 @@ def require_one_tensor(outputs: Any) -> Tensor:
     return outputs
 
 
+def split_pair(outputs: Any, second: str) -> tuple[Tensor, Tensor]:
+    """The two tensors of outputs (mean, `second`). ValueError for a dict, whose order may be another."""
+    parts: list[Any] = list(outputs) if isinstance(outputs, (tuple, list)) else []
+    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+        raise ValueError(
+            f"the model's outputs are a {type(outputs).__name__}{f' of {len(parts)}' if parts else ''}, expected a "
+            f"tuple (mean, {second}) of two tensors: give the optimizer or the metric outputs=lambda out: ... that "
+            "returns it"
+        )
+    return parts[0], parts[1]
+
+
 def require_tensor_targets(targets: Any) -> Tensor:
     """The targets as the tensor that they are. TypeError for NumPy's arrays, lists and numbers."""
     if targets is None:

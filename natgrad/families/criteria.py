@@ -20,6 +20,7 @@ from natgrad.families.base import (
     differentiate_outputs,
     require_one_tensor,
     require_tensor_targets,
+    split_pair,
 )
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
@@ -579,7 +580,7 @@ class PredictedVariance(HeteroscedasticGaussian):
 
     def _split(self, outputs: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(outputs, Tensor):
-            mean, variance = outputs
+            mean, variance = split_pair(outputs, "variance")
             outputs = mean, variance.unsqueeze(-1) if variance.shape == mean.shape[:-1] else variance
         return super()._split(outputs)
 
@@ -588,7 +589,7 @@ def gaussian_nll(criterion: nn.GaussianNLLLoss) -> Criterion:
     """Outputs are a tuple (mean, var), or one tensor with both along its last axis."""
 
     def loss(outputs: Any, targets: Tensor) -> Tensor:
-        mean, variance = outputs.chunk(2, dim=-1) if isinstance(outputs, Tensor) else outputs
+        mean, variance = outputs.chunk(2, dim=-1) if isinstance(outputs, Tensor) else split_pair(outputs, "variance")
         return criterion(mean, targets, variance)
 
     family = PredictedVariance(eps=criterion.eps)

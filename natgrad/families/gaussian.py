@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.families.base import DiagonalForm, SeparableLikelihood, check_same_shape
+from natgrad.families.base import DiagonalForm, SeparableLikelihood, check_same_shape, split_pair
 from natgrad.families.special_functions import exp_gap, ratio_gap
 from natgrad.ground.checks import check_positive
 
@@ -125,7 +125,7 @@ class HeteroscedasticGaussian(DiagonalForm):
                 )
             mean, spread = outputs.chunk(2, dim=-1)
             return mean, spread
-        mean, spread = outputs
+        mean, spread = split_pair(outputs, "log variance" if self.log_variance else "variance")
         return mean, spread.expand_as(mean)
 
 
@@ -140,13 +140,13 @@ class DiagonalGaussian(DiagonalForm):
     def rows(self, outputs: Any) -> Tensor:
         if isinstance(outputs, Tensor):
             return check_halves(outputs, "log stds, or a tuple (mean, log_std)")
-        mean, log_std = outputs
+        mean, log_std = split_pair(outputs, "log_std")
         return torch.cat([mean, log_std.expand_as(mean)], dim=1)
 
     def write_out(self, outputs: Any) -> Any:
         if isinstance(outputs, Tensor):
             return outputs
-        mean, log_std = outputs
+        mean, log_std = split_pair(outputs, "log_std")
         return mean, log_std.expand_as(mean).contiguous()
 
     def nll(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -203,8 +203,8 @@ class GaussianPosterior(DiagonalForm):
 
     def rows(self, outputs: Any) -> Tensor:
         if not isinstance(outputs, Tensor):
-            parts = list(outputs)
-            if len(parts) != 2 or parts[0].shape != parts[1].shape or parts[0].dim() != 2:
+            parts = split_pair(outputs, "log variance")
+            if parts[0].shape != parts[1].shape or parts[0].dim() != 2:
                 raise ValueError(
                     f"outputs has shapes {[tuple(part.shape) for part in parts]}, expected a tuple (mean, log "
                     "variance), each (b, d)"

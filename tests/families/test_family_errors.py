@@ -27,12 +27,19 @@ from natgrad.families import (
 )
 
 NORMAL, FULL, SPARSE = ng.MultivariateNormal(3), ng.MultivariateNormal(2), SparseNormal(3, [(0, 1)])
+X = draw(2, 3)
+RECORD = {"variance": X, "mean": X}
 PAIR = ng.Product((ng.Gamma(), 1), (ng.Ising(2), 2))
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: ng.HeteroscedasticGaussian().nll(RECORD, X), ("are a dict", "(mean, log variance)", "outputs=")),
+        (lambda: ng.kfac(torch.nn.Linear(3, 3), torch.nn.GaussianNLLLoss()).loss(RECORD, X), ("(mean, variance)",)),
+        (lambda: ng.DiagonalGaussian().write_out(RECORD), ("are a dict", "(mean, log_std)")),
+        (lambda: ng.DiagonalGaussian().nll((X, X, X), X), ("a tuple of 3", "(mean, log_std)")),
+        (lambda: ng.GaussianPosterior().nll(RECORD), ("are a dict", "(mean, log variance)")),
         (lambda: ng.MultivariateNormal(0), ("d is 0", ">= 1")),
         (lambda: ng.Ising(0), ("n is 0", "variables")),
         (lambda: ng.Ising(2, [(0, 2)]), ("(0, 2)", "0 to 1")),
