@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ from natgrad.ground.checks import is_integer
 class Heads(Likelihood):
     """Independent heads: Heads((Categorical(), 10), (Gaussian(), 2)) for a model that returns a tuple of outputs.
 
-    One tensor (b, sum of widths) is cut into its heads. Targets are a tuple in the same order. The negative
-    log-likelihoods add up, the form is block diagonal. A head with `ng.Masked(likelihood)` has targets that may be
-    missing: its loss is the mean over those that are there, and a head with none in a batch adds nothing.
+    One tensor (b, sum of widths) is cut into its heads. Targets are a tuple in the same order, or for outputs in a
+    dict a dict of the same names. The negative log-likelihoods add up, the form is block diagonal. A head with
+    `ng.Masked(likelihood)` has targets that may be missing: its loss is the mean over those that are there, and a head
+    with none in a batch adds nothing.
 
     Args:
         *heads: (likelihood, width) per output, width: the number of parameters in a row of that head.
@@ -114,16 +115,26 @@ class Heads(Likelihood):
         return f"Heads({', '.join(f'({f}, {w})' for f, w in zip(self.families, self.widths, strict=True))})"
 
     def _heads(self, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Every likelihood with its parts of outputs, rows, targets or weights."""
-        return zip(self.families, *map(self._values, values), strict=True)
+        """Every likelihood with its parts of outputs, rows, targets or weights, in dicts by the outputs' names."""
+        names = list(cast("Mapping[Any, Any]", values[0])) if isinstance(values[0], Mapping) else None
+        return zip(self.families, *(self._values(value, names) for value in values), strict=True)
 
-    def _values(self, outputs: Any) -> list[Any]:
-        if isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] == sum(self.widths):
-            return list(outputs.split(self.widths, dim=1))
-        values = list(outputs.values()) if isinstance(outputs, dict) else list(outputs)
-        if isinstance(outputs, Tensor) or len(values) != len(self.families):
-            raise ValueError(f"outputs has {len(values)} parts, expected a tuple or dict of {len(self.families)} heads")
-        return values
+    def _values(self, value: Any, names: list[Any] | None) -> list[Any]:
+        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == sum(self.widths):
+            return list(value.split(self.widths, dim=1))
+        if isinstance(value, Mapping):
+            named = cast("Mapping[Any, Any]", value)
+            if names is None or set(named) != set(names):
+                raise ValueError(
+                    f"targets or weights are a dict of {list(named)}, expected {names or 'a tuple'}: a dict has the "
+                    "names of the outputs, a tuple the order of the heads"
+                )
+            parts = [named[name] for name in names]
+        else:
+            parts = list(value)
+        if isinstance(value, Tensor) or len(parts) != len(self.families):
+            raise ValueError(f"outputs has {len(parts)} parts, expected a tuple or dict of {len(self.families)} heads")
+        return parts
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,16 @@ def test_gaussian_form_in_its_variance_is_that_of_quadrature(log_variance):
     assert_close(family.fisher(torch.cat([mean, spread], dim=1))[0], expected, 1e-12)
 
 
+def test_parts_of_dicts_go_by_the_names_of_the_outputs():
+    heads, outputs, weight = ng.Heads((ng.Gaussian(), 4), (ng.Gaussian(), 4)), {"a": X, "b": -X}, draw(3, seed=1).exp()
+    targets, turned = (X + 1, X - 2), {"b": X - 2, "a": X + 1}
+    assert_close(heads.nll(outputs, turned), heads.nll(outputs, targets))
+    by_order, by_name = (
+        heads.weigh(outputs, *pair, None) for pair in ((targets, (weight, None)), (turned, {"b": None, "a": weight}))
+    )
+    torch.testing.assert_close(by_name, by_order)
+
+
 SATURATED = {"Bernoulli": ng.Bernoulli(), "Categorical": ng.Categorical()}
 
 

@@ -28,7 +28,7 @@ from natgrad.families import (
 
 NORMAL, FULL, SPARSE = ng.MultivariateNormal(3), ng.MultivariateNormal(2), SparseNormal(3, [(0, 1)])
 X = draw(2, 3)
-RECORD = {"variance": X, "mean": X}
+RECORD, HEADS = {"variance": X, "mean": X}, ng.Heads((ng.Gaussian(), 3), (ng.Gaussian(), 3))
 PAIR = ng.Product((ng.Gamma(), 1), (ng.Ising(2), 2))
 
 
@@ -40,6 +40,8 @@ PAIR = ng.Product((ng.Gamma(), 1), (ng.Ising(2), 2))
         (lambda: ng.DiagonalGaussian().write_out(RECORD), ("are a dict", "(mean, log_std)")),
         (lambda: ng.DiagonalGaussian().nll((X, X, X), X), ("a tuple of 3", "(mean, log_std)")),
         (lambda: ng.GaussianPosterior().nll(RECORD), ("are a dict", "(mean, log variance)")),
+        (lambda: HEADS.nll(RECORD, {"mean": X, "std": X}), ("['mean', 'std']", "expected ['variance', 'mean']")),
+        (lambda: HEADS.nll((X, X), RECORD), ("expected a tuple", "the order of the heads")),
         (lambda: ng.MultivariateNormal(0), ("d is 0", ">= 1")),
         (lambda: ng.Ising(0), ("n is 0", "variables")),
         (lambda: ng.Ising(2, [(0, 2)]), ("(0, 2)", "0 to 1")),
