@@ -108,6 +108,8 @@ def as_point(value: Any, name: str) -> Tensor:
 def as_tensor(value: Any, name: str) -> Tensor:
     """A float64 tensor of its own memory, on the device of a tensor, without a graph."""
     try:
+        if isinstance(value, (list, tuple)) and value and all(isinstance(part, Tensor) for part in value):
+            value = torch.stack(list(value))  # torch.as_tensor takes a list of single numbers alone
         return torch.as_tensor(value, dtype=torch.float64).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} is {type(value).__name__}, expected numbers: {error}") from error
@@ -140,7 +142,8 @@ def as_bounds(bounds: Any, x0: Tensor) -> tuple[Tensor, Tensor]:
         )
     sides: list[Tensor] = []
     for side, name, none in zip(bounds, ("lower", "upper"), (-torch.inf, torch.inf), strict=True):
-        bound = as_tensor(none if side is None else side, f"bounds: {name}").to(x0.device)
+        each = [none if bound is None else bound for bound in side] if isinstance(side, (list, tuple)) else side
+        bound = as_tensor(none if each is None else each, f"bounds: {name}").to(x0.device)
         if bound.shape not in (torch.Size([]), x0.shape):
             raise ValueError(f"bounds: {name} has shape {tuple(bound.shape)}, expected a number or {tuple(x0.shape)}")
         if bool(bound.isnan().any()):

@@ -89,6 +89,16 @@ def test_the_covariance_stays_positive_and_finite(name: str, rate: float, kind: 
 BOX: dict[str, Any] = {"bounds": (-1.0, [2.0, 3.0, 4.0]), "integers": [2]}
 
 
+def test_points_and_bounds_are_taken_as_lists_of_other_libraries_have_them():
+    pairs = list(zip((-1.0, None), (None, 3.0), (-1, 4), strict=True))  # SciPy's, turned
+    limits = ([-1.0, -torch.inf, -1.0], [torch.inf, 3.0, 4.0])
+    one, other = (ng.GaussianSearch([0.0, 0.0, 1.0], 0.5, seed=0, bounds=bounds) for bounds in (pairs, limits))
+    X = one.ask()
+    one.tell(list(X), [x.sum() for x in X])
+    other.tell(other.ask(), X.sum(1))
+    assert torch.equal(one.ask(), other.ask())
+
+
 def tell_instead(search: Search, point: list[float], value: float = -100.0) -> None:
     """One generation, whose first point is another one, and the best."""
     X = search.ask()
