@@ -357,6 +357,27 @@ class Criterion:
             return 0.0
         return float(self._weigh_rows(outputs, targets)[1])
 
+    def add_up(self, outputs: Any, targets: Any) -> tuple[Tensor, Any, float]:
+        """-log p of all targets together: sum_i w_i nll_i over rows, with the weights before they are normalised.
+
+        Args:
+            outputs: What the model returns.
+            targets: As the loss takes them.
+
+        Returns:
+            The sum, a scalar tensor; the targets by which `weights` gives w / c, None where all rows weigh the same; c.
+        """
+        counted = self.weigh_targets(outputs, targets)
+        if isinstance(counted, Weighed):  # what is there counts once, and not for what is missing
+            counted = Weighed(counted.targets, (counted.by_example > 0).to(counted.by_example))
+        elif self.weigh is None:
+            rows = self.family.nll(outputs, self.events(outputs, targets))
+            return rows.sum(), None, float(len(rows))
+        count = self.count(outputs, counted)
+        if not count:
+            return 0 * self.family.rows(outputs).sum(), None, 0.0
+        return self.evaluate(outputs, counted) / self.scale(outputs, counted) * count, counted, count
+
     def nats(self, outputs: Any) -> float:
         """Nats per example in one unit of the mean loss.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Criterion, as_criterion
-from natgrad.ground.pure import PureModel, as_call, check_followed
+from natgrad.ground.pure import Labelled, PureModel, as_call, check_followed
 from natgrad.ground.spaces import Params, Space, trainable
 from natgrad.metrics import fisher
 from natgrad.variational.quadrature import Points
@@ -23,7 +23,8 @@ class NetworkData:
     """What a network's posterior needs beside the network.
 
     Args:
-        criterion: A torch.nn loss or an `ng` likelihood: what the outputs mean.
+        criterion: A torch.nn loss or an `ng` likelihood: what the outputs mean. Its weights are factors of the
+            log-likelihood; ignored and missing targets say nothing.
         data_size: Number of examples in the whole set.
         prior_precision: Of the normal prior N(0, 1 / prior_precision) of each weight.
     """
@@ -43,7 +44,7 @@ class NetworkOptions(TypedDict, total=False):
 
 
 class Network(SlopeTarget):
-    """data_size times the mean log-likelihood of a batch, plus log N(weights; 0, 1 / precision); Hessian: - Fisher."""
+    """data_size / b times the log-likelihood of b examples, plus log N(weights; 0, 1 / precision); Hessian -Fisher."""
 
     def __init__(self, model: nn.Module, criterion: Any, data_size: int, precision: float, points: Points) -> None:
         self.model, self.data_size, self.precision, self.points = model, data_size, precision, points
@@ -87,36 +88,35 @@ class Network(SlopeTarget):
         """Value, gradient and Hessian at the weights z (d,)."""
         own = torch.full_like(place, self.precision / self.parts)
         prior = own if diagonal else torch.diag(own)
-        value, gradient, share = self._differentiate(place, inputs, targets)
+        value, gradient, counted, share = self._differentiate(place, inputs, targets)
         if not share:
             return value, gradient, -prior
-        metric = self.metric.at(self._leaves(place), inputs)
+        metric = self.metric.at(self._leaves(place), inputs if counted is None else Labelled(inputs, counted))
         curvature = (metric.diagonal() if diagonal else metric.dense()) * share
         return value, gradient, -(curvature + prior)
 
-    def _differentiate(self, place: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, float]:
-        """log p and its gradient at the weights z (d,); the rows of outputs in the whole set, 0 for no rows here."""
+    def _differentiate(self, place: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Any, float]:
+        """log p and its gradient at the weights z (d,); targets and count of `_loss`."""
         params, gradient = self._leaves(place), self.precision / self.parts * place
         with torch.enable_grad():
-            loss, share = self._loss(params, inputs, targets)
+            loss, counted, share = self._loss(params, inputs, targets)
         if share:
             check_followed(loss, params, self.model)
             slopes = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
             gradient = self.space.flatten(dict(zip(params, slopes, strict=True))) + gradient
-        return self._log_joint(loss.detach(), place), -gradient, share
+        return self._log_joint(loss.detach(), place), -gradient, counted, share
 
     def _leaves(self, place: Tensor) -> dict[str, Tensor]:
         return {name: part.clone().requires_grad_() for name, part in self.space.unflatten(place).items()}
 
-    def _loss(self, params: Params, inputs: Any, targets: Any) -> tuple[Tensor, float]:
-        """-log p(data | weights), scaled to the whole set from a batch; rows of the outputs that the set has."""
+    def _loss(self, params: Params, inputs: Any, targets: Any) -> tuple[Tensor, Any, float]:
+        """-log p(data | weights), scaled to the whole set from a batch; the rest as `Criterion.add_up`, scaled too."""
         call = as_call(inputs)
         size = call.batch() if self.total is None else self.total
         if self.total is not None and call.batch() == 0:  # the examples are all on other processes
-            return next(iter(params.values())).new_zeros(()), 0.0
-        outputs = PureModel(self.model, call)(params)
-        rows = self.criterion.family.nll(outputs, self.criterion.events(outputs, targets))
-        return rows.sum() * (self.data_size / size), self.data_size * len(rows) / size
+            return next(iter(params.values())).new_zeros(()), None, 0.0
+        loss, counted, count = self.criterion.add_up(PureModel(self.model, call)(params), targets)
+        return loss * (self.data_size / size), counted, count * self.data_size / size
 
     def _log_joint(self, loss: Tensor, place: Tensor) -> Tensor:
         prior = 0.5 * (len(place) * (math.log(self.precision) - LOG_2PI) - self.precision * place.square().sum())

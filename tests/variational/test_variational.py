@@ -158,6 +158,36 @@ def test_a_linear_network_s_posterior_is_exact_in_one_step():
     assert_close(q.precision, POSTERIOR, rtol=1e-8)
 
 
+LABELS, SOME, SHARES = torch.arange(30) % 3, torch.arange(30) % 4 - 1, torch.tensor([1.0, 5.0, 0.1], dtype=F64)
+BITS = (LABELS == 1).double().unsqueeze(1).expand(30, 3)
+COUNTED = {
+    "ignored": (nn.CrossEntropyLoss(ignore_index=-1), SOME, {"ignore_index": -1}),
+    "weighted": (nn.CrossEntropyLoss(SHARES), LABELS, {"weight": SHARES}),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2, reduction="sum"), LABELS, {"label_smoothing": 0.2}),
+    "missing": (ng.Masked(ng.Categorical(), -1), SOME, {"ignore_index": -1}),
+    "none": (nn.CrossEntropyLoss(), torch.full((30,), -100), {}),
+    "bits": (nn.BCEWithLogitsLoss(SHARES, pos_weight=SHARES), BITS, {"weight": SHARES, "pos_weight": SHARES}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_network_counts_targets_as_its_criterion_does(name):
+    criterion, targets, options = COUNTED[name]
+    loss = functional.cross_entropy if targets.dim() == 1 else functional.binary_cross_entropy_with_logits
+    q = variational(nn.Linear(4, 3, bias=False).double(), criterion=criterion, data_size=60)
+
+    def log_joint(z: Tensor) -> Tensor:
+        prior = 0.5 * z.square().sum() + 6 * math.log(2 * math.pi)
+        return -2 * loss(A @ z.view(3, 4).mT, targets, reduction="sum", **options) - prior
+
+    hessian = torch.func.hessian(log_joint)(q.mean)
+    for root, bend in ((torch.zeros(12), hessian.diagonal()), (torch.zeros(12, 12), hessian)):
+        moments = q.target.moments(q.mean, root.double(), 0, (A, targets))
+        assert_close(moments.value, log_joint(q.mean))
+        assert_close(moments.gradient, torch.func.grad(log_joint)(q.mean))
+        assert_close(moments.hessian, bend)
+
+
 @pytest.mark.parametrize("points", [Sobol(), Sobol(1000, fresh=True), GaussHermite(5), Draws(4)], ids=repr)
 def test_points_have_the_moments_of_a_standard_normal(points):
     z, weights = points.at(3, 7)
