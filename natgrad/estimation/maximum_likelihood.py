@@ -437,6 +437,8 @@ class MaximumLikelihood:
 def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool = False) -> StandardErrors:
     """The covariance (n G)^-1 of the maximum likelihood estimate from n rows; robust: H^-1 J H^-1 / n.
 
+    Of a model n counts the positions of a sequence, and targets by their weights; ignored and missing ones not.
+
     Which information G is says the metric: `ng.fisher(f, params)` is the expected one, `ng.observed_fisher(f, params)`
     the observed one, `ng.empirical_fisher(f, params)` the mean outer product of scores. They agree where the model is
     right and the rows are many. The robust covariance, with G as H and the empirical matrix as J, is right for any
@@ -472,12 +474,11 @@ def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool
             "ng.observed_fisher(f, params)"
         )
     named = name_parameters(params)
-    operator, names = metric.at(named, data), name_entries(named)
+    (operator, count), names = metric.add_up(named, data), name_entries(named)
     matrix, units = operator.dense(), None
     if isinstance(metric, Information):
         units = find_units(operator, matrix, metric, named, metric.likelihood.check_rows(data))
-    inverse = invert_information(matrix * operator.nats, names, units, indefinite=operator.indefinite)
-    count = metric.count_examples(data)
+    inverse = invert_information(matrix, names, units, indefinite=operator.indefinite)
     if not robust:
         return StandardErrors(params, inverse / count, names)
     if not isinstance(metric, Information):
@@ -625,7 +626,7 @@ def name_entries(params: Params) -> tuple[str, ...]:
 
 
 def invert_information(matrix: Tensor, names: Sequence[str], units: Tensor | None, *, indefinite: bool) -> Tensor:
-    """G^-1, in nats. ValueError with the direction where G is singular or has negative curvature.
+    """G^-1. ValueError with the direction where G is singular or has negative curvature.
 
     In the units of the parameters, None: their own standard deviations, so that the user's do not count.
     """

@@ -98,6 +98,16 @@ class Metric(Explained):
             return as_call(inputs.inputs).batch()
         return as_call(inputs[0] if self.needs_targets else inputs).batch()
 
+    def add_up(self, params: Params, inputs: Any) -> tuple[Operator, float]:
+        """G, and c with which c G is the information of all examples together. Default: their number, times the nats.
+
+        Args:
+            params: As `at` takes them.
+            inputs: As `at` takes them.
+        """
+        operator = self.at(params, inputs)
+        return operator, self.count_examples(inputs) * operator.nats
+
     @property
     def inner(self) -> Metric:
         """The metric of this process's own examples, where this one is of several processes' examples; else itself."""
@@ -173,6 +183,9 @@ class PullbackMetric(Metric):
             return self._term(params, pure, targets, self.seeds(1)[0])
         return self._build_chunks(params, pure, self.chunk_size)
 
+    def add_up(self, params: Params, inputs: Any) -> tuple[Operator, float]:
+        return add_up_rows(self, params, *self._split(inputs), self.criterion, self.model, self.outputs)
+
     def _split(self, inputs: Any) -> tuple[Any, Any]:
         if self.needs_targets:
             return split_targets(inputs)
@@ -199,6 +212,19 @@ class PullbackMetric(Metric):
             term = partial(self._term, point, PureModel(self.model, call, pure.random), None, seed)
             builders.append(partial(scale_term, term, call.batch() / pure.call.batch()))
         return Chunked(builders)
+
+
+def add_up_rows(
+    metric: Metric, params: Params, inputs: Any, targets: Any, criterion: Criterion, model: Model, select: Select | None
+) -> tuple[Operator, float]:
+    """`Metric.add_up` of a mean over the rows of a model's outputs, with the weights that targets have in their sum."""
+    returned = build_pure_model(model, params, inputs, None)(params)
+    outputs = returned if select is None else select(returned)
+    if targets is None:
+        return metric.at(params, inputs), float(len(criterion.family.rows(outputs)))
+    _, counted, count = criterion.add_up(outputs, targets)
+    pair = inputs, targets if counted is None else counted
+    return metric.at(params, pair if metric.needs_targets else Labelled(*pair)), count
 
 
 def scale_term(build: Callable[[], Operator], share: float) -> Operator:

@@ -15,8 +15,8 @@ from natgrad.families import Criterion, Likelihood, as_criterion
 from natgrad.ground.messages import explain_calls
 from natgrad.ground.pure import Model, PureModel, RandomState, Select, check_select
 from natgrad.ground.spaces import Params
-from natgrad.metrics.base import Metric, PullbackMetric, build_pure_model, explain_at, split_targets
-from natgrad.operators import Form, Linearization
+from natgrad.metrics.base import Metric, PullbackMetric, add_up_rows, build_pure_model, explain_at, split_targets
+from natgrad.operators import Form, Linearization, Operator
 from natgrad.operators.curvature import Curvature
 
 Loss = Callable[[Any, Any], Tensor]
@@ -126,6 +126,9 @@ class LossGaussNewton(PullbackMetric):
         form = LossHessian(self.criterion.loss, outputs, targets)
         return form, torch.ones_like(linearization.outputs[:, 0])  # the loss holds its own mean
 
+    def add_up(self, params: Params, inputs: Any) -> tuple[Operator, float]:
+        return Metric.add_up(self, params, inputs)
+
 
 @dataclass(frozen=True, repr=False)
 class Hessian(Metric):
@@ -157,6 +160,11 @@ class Hessian(Metric):
         loss = LossOfParams(pure, self.outputs, self.criterion, targets)
         curvature = Curvature(loss, params, self.model)
         return curvature.declare(nats=loss.nats)
+
+    def add_up(self, params: Params, inputs: Any) -> tuple[Operator, float]:
+        if isinstance(self.criterion.family, PlainOutputs):
+            return super().add_up(params, inputs)
+        return add_up_rows(self, params, *split_targets(inputs), self.criterion, self.model, self.outputs)
 
 
 @dataclass

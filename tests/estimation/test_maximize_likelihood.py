@@ -98,6 +98,37 @@ def test_the_robust_covariance_is_the_sandwich_and_knows_a_wrong_model() -> None
     assert_close(plain, errors.square().mean() * inverse, rtol=1e-5, atol=1e-9)
 
 
+def two_logits(p: Params, x: Tensor) -> Tensor:
+    logit = x @ p["slopes"]
+    return torch.stack([torch.zeros_like(logit), logit], -1)
+
+
+LABELS, RATES = BITS.long(), torch.tensor([3.0, 0.5], dtype=F64)
+GAPS = LABELS.where(torch.arange(200) % 3 > 0, -100)
+COUNTED: dict[str, tuple[Any, Tensor, Tensor | None]] = {
+    "positions of sequences": (ng.Categorical(), LABELS.view(40, 5), None),
+    "ignored targets": (nn.CrossEntropyLoss(), GAPS, None),
+    "missing targets": (ng.Masked(ng.Categorical()), GAPS.view(40, 5), None),
+    "weighted classes": (nn.CrossEntropyLoss(RATES), LABELS, RATES),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_errors_of_a_model_are_those_of_the_targets_that_it_counts(name: str) -> None:
+    criterion, targets, weight = COUNTED[name]
+
+    def loss(slopes: Tensor) -> Tensor:
+        logits = two_logits({"slopes": slopes}, X)
+        return nn.functional.cross_entropy(logits, targets.view(-1), weight, reduction="sum")
+
+    params, data = {"slopes": torch.tensor([0.2, -0.5, 0.1], dtype=F64)}, (X.view(*targets.shape, 3), targets)
+    expected = torch.linalg.inv(torch.func.hessian(loss)(params["slopes"]))
+    for metric in (ng.gauss_newton(two_logits, criterion), ng.hessian(two_logits, criterion)):
+        assert_close(ng.standard_errors(metric, params, data).covariance, expected)
+    if name == "positions of sequences":
+        assert_close(ng.standard_errors(ng.fisher(two_logits, criterion), params, data[0]).covariance, expected)
+
+
 def test_intervals_and_ellipses_hold_their_share_of_the_normal() -> None:
     errors = ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors()
     ends = errors.intervals(0.95)["slopes"]
