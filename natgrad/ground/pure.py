@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import sys
@@ -24,7 +25,7 @@ from torch.autograd.graph import Node
 
 from natgrad.ground.graph_nodes import kind_of, leaf_of
 from natgrad.ground.linalg import is_concrete
-from natgrad.ground.messages import write_choices
+from natgrad.ground.messages import describe_call, write_choices
 from natgrad.ground.spaces import Params
 from natgrad.ground.typed_torch import measure_norm
 
@@ -536,6 +537,13 @@ class PureModel:
         Args:
             params: Name -> tensor, for the parameters that differ from the module's own.
         """
+        try:
+            return self._evaluate(params)
+        except TypeError:
+            check_arguments(self.model, self.call)
+            raise
+
+    def _evaluate(self, params: Params) -> Any:
         with self.random.replay(), mark_evaluation(), full_precision(params):
             if not isinstance(self.model, nn.Module):
                 return self.model(params, *self.call.args, **self.call.kwargs)
@@ -546,6 +554,22 @@ class PureModel:
             # clones: what the model writes into them has no consequence
             state |= {name: held.get(name, buffer).clone() for name, buffer in self.model.named_buffers()}
             return call_with(self.model, state | dict(params), *self.call.args, **self.call.kwargs)
+
+
+def check_arguments(model: Model, call: Call) -> None:
+    """TypeError if the model takes other arguments than these."""
+    of_module = isinstance(model, nn.Module)
+    try:
+        signature = inspect.signature(model.forward if of_module else model)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    name = type(model).__name__ if of_module else getattr(model, "__name__", "model")
+    wrong = describe_call(name, signature, None, call.args if of_module else ({}, *call.args), call.kwargs)
+    if wrong:
+        raise TypeError(
+            f"the inputs are not what the model takes: {wrong}; a tuple holds several arguments of the model, and a "
+            "pair (inputs, targets) is for metrics that need targets, such as ng.gauss_newton(model, loss)"
+        )
 
 
 class SeveralPure(PureModel):

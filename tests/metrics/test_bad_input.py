@@ -96,6 +96,16 @@ METRICS = {
         ("inputs is Tensor", "(inputs, targets)"),
     ),
     "targets left out of gauss-newton": (at(gauss_newton(MODEL, nn.MSELoss()), X3), ValueError, ("(inputs, targets)",)),
+    "targets of a metric without": (
+        at(fisher(MODEL, Categorical()), (X3, X3)),
+        TypeError,
+        ("2 arguments came in order, and it takes 1", "a pair (inputs, targets) is for metrics that need targets"),
+    ),
+    "targets of a function's metric without": (
+        at(fisher(affine, Gaussian()), (X3, X3), W),
+        TypeError,
+        ("affine(dict, Tensor, Tensor): 3 arguments came in order, and it takes 2",),
+    ),
     "targets None": (
         at(empirical_fisher(MODEL, Categorical()), (X3, None)),
         ValueError,
