@@ -135,7 +135,7 @@ class Head(ABC):
 
 @dataclass(frozen=True)
 class DiscreteHead(Head):
-    """One of n actions, by logits (b, n)."""
+    """One of n actions, by logits (b, n). A logit of -inf rules its action out in that state."""
 
     kind: ClassVar[str] = "Discrete"
 
@@ -330,6 +330,6 @@ def choose_head(space: Any, head: Head | None = None) -> Head:
 
 
 def measure_choice_entropy(logits: Tensor) -> Tensor:
-    """-sum p log p, (b, n) -> (b,)."""
+    """-sum p log p, (b, n) -> (b,), 0 log 0 = 0 for a logit of -inf."""
     log_p = logits.log_softmax(1)
-    return -(log_p.exp() * log_p).sum(1)
+    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(1)

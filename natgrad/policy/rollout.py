@@ -47,7 +47,7 @@ def collect_steps(
     while count < size or not worlds.patient:
         states = scale.states(observations, like)
         rows = act(states)
-        if not all_finite(rows):
+        if not (all_finite(rows) or all_finite(actor.head.kl(rows, rows))):  # logits of -inf are a distribution's too
             raise ValueError("the policy's outputs are not finite: look for a NaN in its parameters, or in a layer")
         draws = actor.head.draw(rows, generator)
         stepped = worlds.step(actor.head.actions(draws))

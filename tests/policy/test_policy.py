@@ -117,6 +117,18 @@ def test_entropy_and_kl_are_those_of_the_distribution(name: str):
     assert_close(actor.head.kl(rows, other), (shares * (log_p - log_q)).sum(0))
 
 
+@pytest.mark.parametrize("kind", [ng.TRPO, ng.NaturalPolicyGradient, pg.acktr])
+def test_a_logit_of_minus_infinity_rules_an_action_out(kind: Any):
+    policy = nn.Sequential(nn.Linear(2, 2), nn.ConstantPad1d((1, 0), -torch.inf))  # the first of three arms
+    agent = small(Bandit(), policy, kind, entropy_weight=0.01)
+    history = agent.learn(256)
+    assert agent.failures == 0
+    assert all(0 < number < 0.6931472 for number in history["entropy"])
+    assert history["return"][-1] > history["return"][0]
+    assert int(agent.rollout.draws.min()) == 1
+    assert agent.predict([1.0, 0.0])[0] == 2
+
+
 def kl_before_to_now(agent: Any) -> float:
     """KL of the last update, from torch.distributions and the batch alone."""
     old, new = agent.rollout.rows.double(), agent.actor(agent.rollout.states).detach().double()
