@@ -17,7 +17,7 @@ from natgrad.ground.checks import check_integer, check_number
 from natgrad.ground.exchanges import any_asks, sum_numbers, sum_tensors
 from natgrad.ground.messages import write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
-from natgrad.ground.pure import as_call, run_detached, set_modes_aside
+from natgrad.ground.pure import as_call, leaves, map_tensors, run_detached, set_modes_aside
 from natgrad.optim import Processes
 from natgrad.variational.network import Network, require_batch
 from natgrad.variational.targets import Target
@@ -150,7 +150,7 @@ class Fitted(ABC):
 
     @torch.no_grad()
     def predict(self, inputs: Any, samples: int = 10, *, generator: torch.Generator | None = None) -> Any:
-        """A network's outputs under draws of its weights, stacked: (samples, b, ...).
+        """A network's outputs under draws of its weights, each tensor stacked: (samples, b, ...).
 
         Args:
             inputs: Of the network.
@@ -163,7 +163,9 @@ class Fitted(ABC):
         if not isinstance(self.target, Network):
             raise TypeError("predict is for networks; use sample(n) and your own function of z")
         draws = self.sample(samples, generator=generator)
-        return torch.stack([run_detached(partial(self.target.predict, z, inputs)) for z in draws])
+        outputs = [run_detached(partial(self.target.predict, z, inputs)) for z in draws]
+        stacks = iter([torch.stack(tensors) for tensors in zip(*map(leaves, outputs), strict=True)])
+        return map_tensors(outputs[0], lambda _: next(stacks))
 
     def _add_parts(
         self, target: Target, batch: tuple[Any, ...], work: Callable[[Any], Sequence[Tensor]]

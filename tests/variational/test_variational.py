@@ -158,6 +158,24 @@ def test_a_linear_network_s_posterior_is_exact_in_one_step():
     assert_close(q.precision, POSTERIOR, rtol=1e-8)
 
 
+class Named(nn.Linear):
+    """Outputs by name."""
+
+    def forward(self, input: Tensor) -> Any:
+        out = super().forward(input)
+        return {"size": out[:, :1], "kind": out[:, 1:]}
+
+
+def test_a_network_with_several_outputs_predicts_each():
+    heads = ng.Heads((ng.Gaussian(), 1), (ng.Categorical(), 2))
+    q = variational(Named(4, 3).double(), criterion=heads, data_size=30, lr=0.1)
+    q.step(A, {"kind": torch.arange(30) % 2, "size": Y.unsqueeze(1)})
+    named = q.predict(A, samples=5, generator=torch.Generator().manual_seed(0))
+    z = q.sample(5, generator=torch.Generator().manual_seed(0))
+    expected = A @ z[:, :12].view(5, 3, 4).mT + z[:, 12:].unsqueeze(1)
+    assert_close(torch.cat([named["size"], named["kind"]], 2), expected)
+
+
 LABELS, SOME, SHARES = torch.arange(30) % 3, torch.arange(30) % 4 - 1, torch.tensor([1.0, 5.0, 0.1], dtype=F64)
 BITS = (LABELS == 1).double().unsqueeze(1).expand(30, 3)
 COUNTED = {
