@@ -366,7 +366,11 @@ class Criterion:
 
         Returns:
             The sum, a scalar tensor; the targets by which `weights` gives w / c, None where all rows weigh the same; c.
+
+        Raises:
+            ValueError: For outputs or targets that the likelihood does not take.
         """
+        self.check(outputs, targets)
         counted = self.weigh_targets(outputs, targets)
         if isinstance(counted, Weighed):  # what is there counts once, and not for what is missing
             counted = Weighed(counted.targets, (counted.by_example > 0).to(counted.by_example))

@@ -174,6 +174,8 @@ def test_a_network_with_several_outputs_predicts_each():
     z = q.sample(5, generator=torch.Generator().manual_seed(0))
     expected = A @ z[:, :12].view(5, 3, 4).mT + z[:, 12:].unsqueeze(1)
     assert_close(torch.cat([named["size"], named["kind"]], 2), expected)
+    with pytest.raises(ValueError, match="are a dict, expected one tensor"):
+        variational(Named(4, 3).double(), criterion=nn.CrossEntropyLoss(), data_size=30).step(A, torch.arange(30) % 2)
 
 
 LABELS, SOME, SHARES = torch.arange(30) % 3, torch.arange(30) % 4 - 1, torch.tensor([1.0, 5.0, 0.1], dtype=F64)
