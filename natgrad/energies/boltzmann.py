@@ -64,7 +64,8 @@ class Boltzmann(Density):
             dtype: Default torch's.
         """
         sizes = {"h": self.units, "J": self.units * (self.units - 1) // 2}
-        drawn = {name: scale * torch.randn(size, generator=generator, dtype=dtype) for name, size in sizes.items()}
+        kind: Any = {"device": generator and generator.device, "dtype": dtype}
+        drawn = {name: scale * torch.randn(size, generator=generator, **kind) for name, size in sizes.items()}
         return {name: value.requires_grad_() for name, value in drawn.items()}
 
     def matrix(self, params: Params) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +49,9 @@ class RestrictedBoltzmann(Density):
             generator: Of the draws; default torch's global one.
             dtype: Default torch's.
         """
-        W = scale * torch.randn(self.hidden, self.units, generator=generator, dtype=dtype)
-        params = {"b": torch.zeros(self.units, dtype=dtype), "c": torch.zeros(self.hidden, dtype=dtype), "W": W}
+        kind: Any = {"device": generator and generator.device, "dtype": dtype}
+        W = scale * torch.randn(self.hidden, self.units, generator=generator, **kind)
+        params = {"b": torch.zeros(self.units, **kind), "c": torch.zeros(self.hidden, **kind), "W": W}
         return {name: value.requires_grad_() for name, value in params.items()}
 
     def log_p(self, params: Params, inputs: Tensor) -> Tensor:

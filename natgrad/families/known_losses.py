@@ -452,7 +452,7 @@ def draw_probes(family: Likelihood) -> Iterator[tuple[Any, Any]]:
     generator = torch.Generator().manual_seed(0)
     dim = family.dim if isinstance(family, Categorical) else -1
     for shape in ((3, 4), (3, 4, 2) if dim == 1 else (3, 2, 4)):
-        outputs = torch.randn(shape, generator=generator)
+        outputs = torch.randn(shape, generator=generator, device=generator.device)
         try:
             targets = family.sample(outputs, generator)
             family.check_targets(outputs, targets)

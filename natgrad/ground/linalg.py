@@ -573,7 +573,7 @@ def cholesky_over(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if not matrix.is_cpu or matrix.shape[-1] <= BLOCK:
         factor, info = torch_linalg.cholesky_ex(matrix)
         return factor, info
-    info = torch.empty(matrix.shape[:-2], dtype=torch.int32)
+    info = torch.empty(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
     factor, info = torch_linalg.cholesky_ex(matrix.mT, out=(matrix.mT, info))
     return factor, info
 

@@ -376,7 +376,7 @@ class Call:
         batch = self.batch()
         if size >= batch:
             return self
-        order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed), device="cpu")
         drawn = order[-size:] if last else order[:size]
         return self._pick(lambda t: t[drawn.to(t.device)])
 

@@ -28,7 +28,7 @@ def hash_rows(examples: Tensor) -> Tensor:
     """A number for each row (b, N), the same for equal rows whatever else is in the batch; int64, shape (b,)."""
     bits = examples.double().contiguous().view(torch.int64)
     generator = torch.Generator().manual_seed(bits.shape[1])
-    factors = torch.randint(-(2**62), 2**62, (bits.shape[1],), generator=generator) | 1
+    factors = torch.randint(-(2**62), 2**62, (bits.shape[1],), generator=generator, device=generator.device) | 1
     mixed = (bits ^ (bits >> 29)) * factors.to(bits.device)  # wraps; a float's low bits are often zero
     return (mixed ^ (mixed >> 32)).sum(1)
 

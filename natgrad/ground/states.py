@@ -66,7 +66,7 @@ def write_value(value: Any) -> Any:
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, (np.ndarray, np.generic)):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     if isinstance(value, (list, deque)):
         return [write_value(part) for part in value]
     if isinstance(value, tuple):

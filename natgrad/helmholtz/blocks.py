@@ -282,7 +282,7 @@ def draw_places(weights: Tensor, most: int) -> Tensor:
 @lru_cache(maxsize=64)
 def shuffle_places(many: int) -> Tensor:
     """The same order of so many rows every time."""
-    return torch.randperm(many, generator=torch.Generator().manual_seed(many))
+    return torch.randperm(many, generator=torch.Generator().manual_seed(many), device="cpu")
 
 
 def count_refresh(blocks: UnitBlocks, weight: Tensor, rows: int) -> int:

@@ -189,7 +189,9 @@ class ScoreMetric(DensityMetric):
             return self.langevin.draw(self.density, params, examples, self.generator)
 
     def _draw_seed(self) -> int:
-        return int(torch.randint(2**62, (), generator=self.generator)) if self.slices else 0
+        if not self.slices:
+            return 0
+        return int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
 
     def _pull_back(self, params: Params, random: RandomState | None, examples: Tensor, seed: int) -> Pullback:
         form = partial(self._form, examples, seed)
@@ -249,13 +251,13 @@ class Langevin:
         point = {name: p.detach() for name, p in params.items()}
         x, (here, slope) = start, self._at(density, point, start)
         for _ in range(self.steps):
-            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+            noise = torch.randn(x.shape, generator=generator, device=generator.device, dtype=x.dtype).to(x.device)
             moved = x + self.step * slope + math.sqrt(2 * self.step) * noise
             there, bent = self._at(density, point, moved)
             if self.adjusted:
                 # Metropolis and Hastings: log u < log p(y) + log q(x | y) - log p(x) - log q(y | x); a NaN is a refusal
                 gain = there - here + self._log_q(x, moved, bent) - self._log_q(moved, x, slope)
-                drawn = torch.rand(len(x), generator=generator, dtype=x.dtype).to(x.device)
+                drawn = torch.rand(len(x), generator=generator, device=generator.device, dtype=x.dtype).to(x.device)
                 accepted = drawn.log() < gain
                 wide = accepted.view(-1, *[1] * (x.dim() - 1))
                 moved, bent = torch.where(wide, moved, x), torch.where(wide, bent, slope)

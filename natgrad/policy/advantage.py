@@ -224,7 +224,7 @@ class Critic:
     def _pass_through(self, rollout: Rollout, part: BatchPart, generator: torch.Generator) -> float:
         loss = 0.0
         for _ in range(self.training.epochs):
-            order = torch.randperm(part.total, generator=generator).to(rollout.states.device)
+            order = torch.randperm(part.total, generator=generator, device=generator.device).to(rollout.states.device)
             losses = [self._step(rollout, part, rows) for rows in order.split(self.training.batch)]
             loss = float(torch.stack(losses).mean())
         return loss

@@ -240,7 +240,9 @@ class PolicyLearner(Explained):
         surrogate = Surrogate(self.actor, self.params, rollout, part, self.natural_step.entropy_weight)
         states, most = rollout.states, self.natural_step.metric_batch
         if most is not None and most < part.total:  # a draw of all processes' states
-            chosen = part.choose(torch.randperm(part.total, generator=self.generator)[:most])
+            chosen = part.choose(
+                torch.randperm(part.total, generator=self.generator, device=self.generator.device)[:most]
+            )
             states = states[chosen.to(states.device)]
         move = take_step(self.rule, *self._propose(surrogate, states), surrogate)
         self._amount = self.damping.update(self._amount, move.ratio)

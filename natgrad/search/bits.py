@@ -76,7 +76,9 @@ class BitSearch(Relaxation):
 
     def ask(self) -> Tensor:
         if self._is_blind():
-            shares = torch.rand(self.popsize, 1, generator=self._generator, dtype=torch.float64)
+            shares = torch.rand(
+                self.popsize, 1, generator=self._generator, device=self._generator.device, dtype=torch.float64
+            )
             return (self._draw_uniform() < shares).to(torch.float64)
         if not self._climbing or self._noisy or self._asks_field:
             return self._draw_field()
@@ -111,7 +113,9 @@ class BitSearch(Relaxation):
         return self._climbs and not self._climbing and self._range[0] == self._range[1]
 
     def _draw_uniform(self) -> Tensor:
-        return torch.rand(self.popsize, self._dim(), generator=self._generator, dtype=torch.float64)
+        return torch.rand(
+            self.popsize, self._dim(), generator=self._generator, device=self._generator.device, dtype=torch.float64
+        )
 
     def _draw_second(self, draws: Tensor) -> Tensor:
         """Children of the second climb, which begins anew elsewhere where it is stuck, or at no value."""
@@ -121,7 +125,9 @@ class BitSearch(Relaxation):
             return second.draw_children(draws, self.margin, False, self._generator)
         start = (draws[0] < 0.5).to(torch.float64)
         if self._range[1] == math.inf:
-            share, chances = torch.rand(2, self._dim(), generator=self._generator, dtype=torch.float64).unbind()
+            share, chances = torch.rand(
+                2, self._dim(), generator=self._generator, device=self._generator.device, dtype=torch.float64
+            ).unbind()
             start = torch.where(chances < share[0], start, self._main.parent)
         self._second = Climb(start)
         points = self._second.draw_children(draws, self.margin, False, self._generator)

@@ -239,7 +239,7 @@ class SearchRuns(Stateful):
         """Begin the next run and return None, or say why there is none."""
         past = [*self.past, (self.run, self.nfev - self._began)]
         generator = self.generator or torch.Generator().manual_seed(len(past))
-        draws = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+        draws = torch.rand(2, generator=generator, device=generator.device, dtype=torch.float64).tolist()
         run = self.restarts.next(self.popsize, past, (draws[0], draws[1]))
         if run is None:
             return why
@@ -274,8 +274,10 @@ class SearchRuns(Stateful):
         # each is like the first one; the Gaussian searches of `minimize` itself begin anywhere in a finite box
         if self.generator is None or not isinstance(self.first, GaussianSearch):
             return self.first if run.kind == "first" else self.first.renew(run.popsize, number)
-        seed = int(torch.randint(2**62, (), generator=self.generator))
-        share = torch.rand(len(self.first.best.x), generator=self.generator, dtype=torch.float64)
+        seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
+        share = torch.rand(
+            len(self.first.best.x), generator=self.generator, device=self.generator.device, dtype=torch.float64
+        )
         return build_alike(self.first, run.popsize, seed, run.shrink, share)
 
     def describe_result(self, message: str) -> SearchResult:

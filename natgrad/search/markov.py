@@ -103,7 +103,13 @@ class MarkovSearch(BitSearch):
 
     def _draw_field(self) -> Tensor:
         n = self._dim()
-        start = 2.0 * torch.randint(0, 2, (self.popsize, n), generator=self._generator).to(torch.float64) - 1
+        start = (
+            2.0
+            * torch.randint(0, 2, (self.popsize, n), generator=self._generator, device=self._generator.device).to(
+                torch.float64
+            )
+            - 1
+        )
         if self.theta.any():  # all zeros before the first step: the start is a draw already
             start = draw_signs(self.monomials, self.theta, start, self.sweeps, self._generator)
         return (start + 1) / 2

@@ -110,7 +110,7 @@ def draw_signs(monomials: Monomials, theta: Tensor, start: Tensor, sweeps: int, 
     for sweep in range(sweeps):
         heat = min(1.0, (sweep + 1) / max(1, sweeps - 2))
         # P(s_i = 1) = sigmoid(2 h_i): s_i = 1 where h_i exceeds half the logit of a uniform draw
-        draws = torch.rand(len(start), sum(sizes), generator=generator, dtype=start.dtype)
+        draws = torch.rand(len(start), sum(sizes), generator=generator, device=generator.device, dtype=start.dtype)
         levels = draws.logit_().div_(2 * heat).split(sizes, 1)
         for group, weight, level in zip(groups, weights, levels, strict=True):
             padded[:, group.sites] = torch.copysign(unit, group.field(padded, weight) - level)

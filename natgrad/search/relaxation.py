@@ -53,7 +53,7 @@ class Relaxation(Search):
         self.nfev = self.nit = 0
         self.best = Best(torch.zeros(d, dtype=torch.float64), torch.inf, 0)
         self.slope: Slope | None = None
-        self._generator = build_generator(seed, torch.device("cpu"))
+        self._generator = build_generator(seed, self.theta.device)
         empty = torch.zeros(0, dtype=torch.float64)
         self._archive = Archive(torch.zeros(0, d, dtype=torch.float64), empty, empty, empty.long())
         self._same, self._collapsed = 0, False

@@ -124,7 +124,7 @@ def invert_spectrum(vectors: Tensor, sizes: Tensor, rest: float, weights: Tensor
 def approximate_kernel(rows: SampleRows, operator: Operator, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     """V (r, k) and s (k,) with K ~ V diag(s) V^T from K Omega: the stable way of Frangella et al., algorithm 2.1."""
     generator, shape = torch.Generator().manual_seed(seed), (rows.rank, min(rank, rows.rank))
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64)
     omega = svd(drawn.to(dtype=operator.dtype, device=operator.device))[0]
     if getattr(rows, "is_written", False):  # two products of matrices; else column by column
         columns = rows.dense()

@@ -80,7 +80,7 @@ def group_gradients(a: Tensor, deltas: Tensor, count: int) -> list[Tensor]:
     sum over groups of E[h h^T] = sum over examples of g g^T, exactly so for groups of one.
     """
     if len(deltas) > count:
-        signs = torch.randint(0, 2, (len(deltas),), generator=torch.Generator().manual_seed(0)) * 2 - 1
+        signs = torch.randint(0, 2, (len(deltas),), generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
         deltas = deltas * signs.to(deltas).view(-1, 1, 1, 1)
     pairs = zip(deltas.tensor_split(min(count, len(deltas))), a.tensor_split(min(count, len(deltas))), strict=True)
     return [flat(d).mT @ flat(x) for d, x in pairs]

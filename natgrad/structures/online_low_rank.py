@@ -63,7 +63,7 @@ def unpack_tracked(packed: Tensor, rank: int) -> Tracked:
 def start(size: int, rank: int, like: Tensor, level: float = 0.0) -> Tracked:
     """d = rho = level, and directions drawn from a generator of their own."""
     rank, lead = min(rank, size - 1), like.shape[:-2]
-    drawn = torch.randn(size, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = torch.randn(size, rank, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float64)
     basis = torch.linalg.qr(drawn)[0].mT.to(like).expand(*lead, rank, size)
     return Tracked(basis, like.new_full((*lead, rank), level), like.new_full(lead, level))
 

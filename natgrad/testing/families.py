@@ -72,7 +72,10 @@ def _draw_targets(family: Likelihood, outputs: Any, samples: int) -> tuple[Any, 
 def _require_score_is_derivative(family: Likelihood, outputs: Any) -> None:
     generator = torch.Generator().manual_seed(2)
     targets = family.sample(outputs, torch.Generator(next(leaves(outputs)).device).manual_seed(1))
-    direction = map_tensors(outputs, lambda t: torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device))
+    direction = map_tensors(
+        outputs,
+        lambda t: torch.randn(t.shape, generator=generator, device=generator.device, dtype=t.dtype).to(t.device),
+    )
     length = torch.finfo(family.rows(outputs).dtype).eps ** (1 / 3)
 
     def value(shift: float) -> Tensor:
@@ -90,7 +93,9 @@ def _require_score_is_derivative(family: Likelihood, outputs: Any) -> None:
 def _require_form(family: Likelihood, rows: Tensor, fisher: Tensor, rtol: float) -> None:
     shape = (*rows.shape, rows.shape[1])
     require(fisher.shape == shape, f"family.fisher(rows) has shape {tuple(fisher.shape)}, expected {shape}")
-    tangents = torch.randn(rows.shape, generator=torch.Generator().manual_seed(3), dtype=rows.dtype).to(rows.device)
+    tangents = torch.randn(rows.shape, generator=torch.Generator().manual_seed(3), device="cpu", dtype=rows.dtype).to(
+        rows.device
+    )
     expected = torch.einsum("imn,in->im", fisher, tangents)
     require_close("family.mv(rows, tangents)", family.mv(rows, tangents), expected, rtol, fisher.abs().max())
     root = family.root(rows)

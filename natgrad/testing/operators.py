@@ -62,7 +62,9 @@ def _product_matrix(operator: Operator, rtol: float) -> Tensor:
 
 def _require_products(operator: Operator, matrix: Tensor, rtol: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    block = torch.randn(operator.size, 3, generator=generator, dtype=operator.dtype).to(operator.device)
+    block = torch.randn(operator.size, 3, generator=generator, device=generator.device, dtype=operator.dtype).to(
+        operator.device
+    )
     copy, expected = block.clone(), matrix @ block
     scale = float(matrix.abs().max()) * operator.size**0.5
     require_close("operator.mm(block)", operator.mm(block), expected, rtol, scale)

@@ -47,7 +47,9 @@ def check_solver(
     """
     for name, operator in (_example_operators() if operators is None else operators).items():
         generator = torch.Generator().manual_seed(0)
-        rhs = torch.randn(operator.size, generator=generator, dtype=operator.dtype).to(operator.device)
+        rhs = torch.randn(operator.size, generator=generator, device=generator.device, dtype=operator.dtype).to(
+            operator.device
+        )
         _require_solution(solver, name, operator, rhs, damping, rtol)
         if minimum_norm:
             least = pseudo_inverse(operator.dense()) @ operator.mv(rhs)
@@ -70,7 +72,7 @@ def _example_operators() -> dict[str, Operator]:
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float64)
 
     def spd(n: int) -> Tensor:
         return torch.cov(draw(n, 3 * n)).view(n, n)

@@ -220,7 +220,7 @@ class LowRankVariational(Fitted):
         self.choices = {"d": len(mean), "target": type(target).__name__, "rank": rank}
         self.mean, self.rank = mean.clone(), rank
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(len(mean), rank, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(len(mean), rank, generator=generator, device=generator.device, dtype=torch.float64)
         directions = (drawn / drawn.norm(dim=1, keepdim=True)).to(mean)
         self.scales = ((1 - SHARE) * variances).sqrt()
         self.factor = (SHARE * variances).sqrt().unsqueeze(1) * directions

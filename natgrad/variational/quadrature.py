@@ -146,7 +146,7 @@ class Draws(Points):
 
     def at(self, d: int, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        one_side = torch.randn(self.count // 2, d, generator=generator, dtype=torch.float64)
+        one_side = torch.randn(self.count // 2, d, generator=generator, device=generator.device, dtype=torch.float64)
         return torch.cat([one_side, -one_side]), one_side.new_full((self.count,), 1 / self.count)
 
 

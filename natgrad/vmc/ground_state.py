@@ -190,7 +190,9 @@ def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, step
     matrix = place_elements(hamiltonian, over, states, others, values)
     check_hermitian(hamiltonian, matrix)
     size = matrix.shape[0]
-    vector = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(matrix.dtype)
+    vector = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu").to(
+        matrix.dtype
+    )
     vector, before = vector / vector.norm(), torch.zeros_like(vector)
     diagonal, side, estimate, scale = list[float](), list[float](), float("inf"), 0.0
     for step in range(min(steps, size)):
@@ -219,7 +221,7 @@ def lowest_energy(hamiltonian: Any, *, space: Configurations | None = None, step
 def check_hermitian(hamiltonian: Any, matrix: Tensor) -> None:
     """ValueError unless <u|H v> = <H u|v> for two vectors at random: Lanczos believes it."""
     generator = torch.Generator().manual_seed(1)
-    u, v = torch.randn(2, len(matrix), dtype=torch.complex128, generator=generator).unbind()
+    u, v = torch.randn(2, len(matrix), dtype=torch.complex128, generator=generator, device=generator.device).unbind()
     images = matrix.to(u.dtype) @ torch.stack([u, v], 1)
     gap = (torch.vdot(u, images[:, 1]) - torch.vdot(images[:, 0], v)).abs()
     if float(gap) > 1e-10 * float(images[:, 0].norm() * v.norm()):

@@ -59,12 +59,16 @@ class Flip(MarkovMove):
     values: tuple[float, ...] = (-1.0, 1.0)
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        place = torch.randint(states.shape[1], (len(states), 1), generator=generator).to(states.device)
+        place = torch.randint(states.shape[1], (len(states), 1), generator=generator, device=generator.device).to(
+            states.device
+        )
         now = states.gather(1, place)
         if len(self.values) == 2:
             return states.scatter(1, place, sum(self.values) - now)
         known = torch.tensor(self.values, dtype=states.dtype, device=states.device)
-        shift = torch.randint(1, len(known), (len(states), 1), generator=generator).to(states.device)
+        shift = torch.randint(1, len(known), (len(states), 1), generator=generator, device=generator.device).to(
+            states.device
+        )
         index = (torch.searchsorted(known, now) + shift) % len(known)
         return states.scatter(1, place, known[index])
 
@@ -98,7 +102,7 @@ class Hop(MarkovMove):
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
         pair = draw_pairs(self.edges, len(states), states.shape[1], generator)
-        turned = torch.rand(len(states), 1, generator=generator) < 0.5
+        turned = torch.rand(len(states), 1, generator=generator, device=generator.device) < 0.5
         pair = torch.where(turned, pair.flip(1), pair).to(states.device)
         numbers = states.gather(1, pair)
         allowed = ((numbers[:, :1] > 0) & (numbers[:, 1:] < self.most)).to(states.dtype)
@@ -117,10 +121,12 @@ class Shift(MarkovMove):
     tuned = True
 
     def propose(self, states: Tensor, generator: torch.Generator, width: float) -> Tensor:
-        steps = width * torch.randn(states.shape, generator=generator, dtype=states.dtype)
+        steps = width * torch.randn(states.shape, generator=generator, device=generator.device, dtype=states.dtype)
         if self.single is not None:
             count = states.shape[1] // self.single
-            chosen = torch.nn.functional.one_hot(torch.randint(count, (len(states),), generator=generator), count)
+            chosen = torch.nn.functional.one_hot(
+                torch.randint(count, (len(states),), generator=generator, device=generator.device), count
+            )
             steps = steps * chosen.repeat_interleave(self.single, 1)
         return states + steps.to(states.device)
 
@@ -220,7 +226,7 @@ class Metropolis(Sampler):
         self.width, self.acceptance = float(widths.width), widths.acceptance
         self.generator = torch.Generator().manual_seed(seed)
         self.states: Tensor | None = None
-        self.idle = torch.zeros(self.chains, dtype=torch.long)
+        self.idle = torch.zeros(self.chains, dtype=torch.long, device="cpu")
         self.accepted, self._warned = math.nan, False
 
     def draw(self, psi: LogAmplitude) -> Samples:
@@ -287,7 +293,9 @@ class Metropolis(Sampler):
         assert self.states is not None
         proposed = self.move.propose(self.states.clone(), self.generator, self.width)  # a move may change what it gets
         fresh = evaluate(psi, proposed).real
-        chance = torch.rand(self.chains, generator=self.generator, dtype=torch.float64).to(log.device)
+        chance = torch.rand(
+            self.chains, generator=self.generator, device=self.generator.device, dtype=torch.float64
+        ).to(log.device)
         # a start at psi = 0 goes anywhere with psi, and a NaN, as log 0 - log 0 is one, is less than nothing
         taken = chance.log_() < 2 * (fresh.double() - log.double())
         moved = taken & (proposed != self.states).any(1)
@@ -345,7 +353,9 @@ def draw_pairs(edges: Sequence[tuple[int, int]] | None, count: int, sites: int, 
     """Two different sites for every chain, (count, 2)."""
     if edges is not None:
         known = torch.tensor(edges, dtype=torch.long)
-        return known[torch.randint(len(known), (count,), generator=generator)]
-    first = torch.randint(sites, (count,), generator=generator)
-    second = (first + torch.randint(1, max(2, sites), (count,), generator=generator)) % sites  # one site: with itself
+        return known[torch.randint(len(known), (count,), generator=generator, device=generator.device)]
+    first = torch.randint(sites, (count,), generator=generator, device=generator.device)
+    second = (
+        first + torch.randint(1, max(2, sites), (count,), generator=generator, device=generator.device)
+    ) % sites  # one site: with itself
     return torch.stack([first, second], dim=1)

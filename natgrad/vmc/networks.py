@@ -60,7 +60,7 @@ class RBM(nn.Module):
         self.hidden = nn.Linear(count, hidden, dtype=kind)
         with torch.no_grad():
             for p in self.parameters():
-                p.copy_(scale * torch.randn(p.shape, dtype=kind, generator=generator))
+                p.copy_(scale * torch.randn(p.shape, dtype=kind, generator=generator, device=generator.device))
 
     def forward(self, states: Tensor) -> Tensor:
         """log psi, shape (b,).
@@ -112,7 +112,10 @@ class AutoregressiveNet(nn.Module):
         kind, generator = dtype or torch.get_default_dtype(), torch.Generator().manual_seed(seed)
 
         def draw(rows: int, columns: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(rows, columns, dtype=kind, generator=generator) / math.sqrt(columns))
+            return nn.Parameter(
+                torch.randn(rows, columns, dtype=kind, generator=generator, device=generator.device)
+                / math.sqrt(columns)
+            )
 
         self.first, self.last = draw(width, count), draw(count, width)
         self.first_bias = nn.Parameter(torch.zeros(width, dtype=kind))
@@ -154,7 +157,9 @@ class AutoregressiveNet(nn.Module):
             generator: Source of the draws.
         """
         states = torch.zeros(count, self.count, dtype=self.first.dtype, device=self.first.device)
-        chances = torch.rand(self.count, count, generator=generator, dtype=torch.float64).to(states)
+        chances = torch.rand(self.count, count, generator=generator, device=generator.device, dtype=torch.float64).to(
+            states
+        )
         for i, chance in enumerate(chances):
             up = torch.sigmoid(self.logits(states)[:, i])
             states[:, i] = 2 * (chance < up).to(states.dtype) - 1

@@ -117,7 +117,7 @@ class ExactSampler(Sampler):
     def draw(self, psi: LogAmplitude) -> Samples:
         every = self.all.draw(psi)
         assert every.weights is not None
-        points = torch.rand(self.samples, generator=self.generator, dtype=torch.float64)
+        points = torch.rand(self.samples, generator=self.generator, device=self.generator.device, dtype=torch.float64)
         sums = every.weights.cpu().double().cumsum(0)
         chosen = torch.searchsorted(sums, points * sums[-1], right=True).clamp(max=len(sums) - 1)
         return Samples(every.states[chosen.to(psi.device)].unsqueeze(1))

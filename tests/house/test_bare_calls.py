@@ -107,6 +107,17 @@ def find_rounded_numbers(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(node)}; use natgrad.ground.typed_torch.as_tensor_like"
 
 
+def find_draws_without_a_place(source: str) -> Iterator[str]:
+    """`line: call` for a draw by a generator that goes to torch's default device, where the generator need not be."""
+    if "generator=" not in source:  # parsing all files takes seconds
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and re.fullmatch(r"torch\.(rand|randn|randint|randperm)", ast.unparse(node.func)):
+            names = {keyword.arg for keyword in node.keywords}
+            if "generator" in names and not names & {"device", None}:
+                yield f"{node.lineno}: {ast.unparse(node)}; write device=generator.device"
+
+
 def read_files(*folders: str) -> Iterator[tuple[str, str]]:
     """Path and source of every Python file."""
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
@@ -122,3 +133,11 @@ def test_the_search_finds_them_and_numbers_keep_their_digits():
     for call in ("torch.as_tensor(rate).to(p)", "torch.tensor([a, b]).to(torch.float64)"):
         assert len(list(find_rounded_numbers(f"x = {call}"))) == 1
     assert float(as_tensor_like(0.1, torch.zeros((), dtype=torch.float64))) == 0.1
+
+
+def test_draws_are_made_where_their_generator_is():
+    assert [
+        f"{path}:{line}" for path, source in read_files("natgrad") for line in find_draws_without_a_place(source)
+    ] == []
+    calls = ("torch.rand(3, generator=g)", "torch.randperm(3, generator=g, device=g.device)")
+    assert [len(list(find_draws_without_a_place(call))) for call in calls] == [1, 0]
