@@ -551,7 +551,8 @@ class BlockWork(Work):
         decays = [self.rates[name] * self.settings[name]["weight_decay"] for name in vector]
         if any(decays):
             starts = [start * (1 - decay) for start, decay in zip(starts, decays, strict=True)]
-        self.moved = dict(zip(vector, torch_plain._foreach_add(starts, vector.list_tensors(starts)), strict=True))
+        if starts:  # a rule that accepts nothing moves nothing
+            self.moved = dict(zip(vector, torch_plain._foreach_add(starts, vector.list_tensors(starts)), strict=True))
 
     def is_sound(self) -> bool:
         """Whether no parameter becomes NaN or infinite, and the length of the step is a number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -214,10 +215,11 @@ def test_the_report_tells_what_the_solver_did_and_how_much_of_the_gradient_the_m
 # operators belong to the point at which they were taken; steps that are refused change nothing
 
 
-def test_a_refused_step_does_not_decay_the_weights():
+@pytest.mark.parametrize("recipe", [ng.hessian_free, ng.kfac])
+def test_a_refused_step_does_not_decay_the_weights(recipe: Callable[..., Any]):
     model = net()
     rule = ng.LineSearch(backtracks=1, sufficient=1e9)  # no step can be that good
-    opt = ng.NaturalGradient(model, ng.fisher(model, CE), damping=1e-2, weight_decay=0.1, rule=rule)
+    opt = recipe(model, CE, damping=1e-2, weight_decay=0.1, rule=rule)
     before = flat(model)
     iterate(opt, model)
     assert opt.state_report().rate == 0
