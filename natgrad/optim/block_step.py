@@ -98,7 +98,7 @@ class BlockEvidence(Evidence):
     def pool(self, choices: Choices, state: State) -> Batch:
         """The batch of all processes; without a number for a loss where a layer's inputs were far too large."""
         losses, raw = self.losses, self.gradients
-        if self.update.far:
+        if self.update.far or (self.update.bad and not self.update.blocks):  # a first pass that came to nothing
             losses = [replace(loss, value=loss.value * math.nan) for loss in losses]
         norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
         described = partial(self.describe_settings, choices)

@@ -370,7 +370,7 @@ def describe_trouble(gradients: Mapping[str, Tensor], loss: float | None, wild: 
     if not wrong and loss is not None and not math.isfinite(loss):
         what = (
             "the loss (0 / 0 for an empty batch, or if all targets are ignored; or a layer's inputs are more "
-            "than ten times as large as before)"
+            "than ten times as large as before, or too large to square)"
         )
     return (
         f"{what} is not finite; nothing was changed. Skip this batch, or look for an overflow in the loss (with "

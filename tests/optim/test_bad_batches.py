@@ -182,6 +182,18 @@ def test_inputs_far_larger_than_before_do_not_enter_the_statistics(recipe: Any, 
     assert after.state_report().failures == 1
 
 
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_a_first_batch_whose_squares_overflow_is_left_out(recipe: Any):
+    model = build_seeded(NETS["dense"])
+    opt, start = recipe(model, criterion_of(True)), flat(model)
+    x, y = batch(0, True)
+    iterate(opt, model, 1e200 * x, y)
+    assert opt.state_report().failures == 1
+    assert torch.equal(flat(model), start)
+    iterate(opt, model, x, y)
+    assert not torch.equal(flat(model), start)
+
+
 def test_a_wild_loss_does_not_enter_the_statistics():
     _, before = train(ng.kfac, "dense", False, 12, update_every=1)
     _, after = train(ng.kfac, "dense", False, 13, {12: "targets x 1e6"}, update_every=1)
