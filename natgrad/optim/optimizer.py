@@ -446,6 +446,7 @@ class NaturalGradient(ModelOptimizer):
         rest["search_batch"] = "none" if self.search_batch is None else "a number of each process's own"
         settings = self.solver, self.damping, self.rule, self.preconditioner, kind, *alike, rest
         self._live.processes.settle(self.model, self._live.named, self.structure, settings)
+        refuse_maximize(self._live.recall.maximize, self._live.processes.size)
 
     def _choose(self) -> Choices:
         absolute = getattr(self.solver, "absolute", False)

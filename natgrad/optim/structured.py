@@ -183,6 +183,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _settle(self) -> None:
         settings, leaves = self._list_alike(), self._flow.reader.leaves
         self._live.processes.settle(self.model, self._live.named, self.structure, settings, leaves)
+        refuse_maximize(self._live.recall.maximize, self._live.processes.size)
 
     def _list_alike(self) -> Generator[object]:
         """What must be alike on all processes, besides the structure."""

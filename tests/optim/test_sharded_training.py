@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import build_seeded, draw
 from optim_models import train_batches
-from process_ranks import assert_joined, flat_whole, needs_gloo, run_ranks
+from process_ranks import assert_joined, catch, flat_whole, needs_gloo, run_ranks, wrap_model
 from torch import Tensor, distributed, nn
 
 import natgrad as ng
@@ -120,6 +120,17 @@ def parallel(plan: str, both: bool = False, compiled: bool = False, **options: A
     return train(model, 2, of["data"].get_local_rank(), **options)
 
 
+def climb() -> dict[str, Any]:
+    """The errors of optimizers that find their processes once they were built."""
+    texts = [catch(ValueError, partial(shard_model, "whole", maximize=True))]
+    for recipe in (ng.kfac, ng.hessian_free):
+        model = build_seeded(Net)
+        opt = recipe(model, CE, maximize=True)
+        outer = wrap_model(model)
+        texts.append(catch(ValueError, partial(train_batches, opt, outer, [(X, Y)])))
+    return {"texts": texts}
+
+
 FULL: dict[str, Any] = {"rule": MeasuredLength()}
 MEMORY: dict[str, Any] = {"share": "memory", "l2": 1e-3, "weight_decay": 0.01}
 WAYS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
@@ -139,7 +150,7 @@ WAYS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "fully_shard of columns and rows": (partial(parallel, "columns", both=True, **MEMORY), MEMORY),
     "compiled, fully_shard of columns and rows": (partial(parallel, "columns", True, True, **FULL), FULL),
 }
-SCENES = {name: scene for name, (scene, _) in WAYS.items()} | {"half precision": in_half_precision}
+SCENES = {name: scene for name, (scene, _) in WAYS.items()} | {"half precision": in_half_precision, "climb": climb}
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +168,7 @@ def test_half_precision_trains_every_layer_by_its_own_statistics(four: list[dict
         assert rank["half precision"]["losses"] == four[0]["half precision"]["losses"]
         assert rank["half precision"]["losses"][-1] < rank["half precision"]["losses"][0]
         assert rank["half precision"]["structures"].count("Kronecker") == 16
+
+
+def test_climbing_is_refused_whenever_the_processes_are_found(four: list[dict[str, Any]]):
+    assert all("maximize is True with several processes" in text for rank in four for text in rank["climb"]["texts"])
