@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,11 +222,10 @@ class FrozenMixture:
         Its expected Hessian is E_c[Hess r] - P_c, its expected gradient E_c[grad r], and its bound E_c[r].
         """
         assert isinstance(target, DensityTarget)
-        log_joint = target.log_joint
+        return replace(target, log_joint=partial(self.log_rest, target.log_joint, place))  # a local function: no pickle
 
-        def log_rest(z: Tensor) -> Tensor:
-            own = self.log_components(z)
-            rest = own[..., place] - (self.log_weights + own).logsumexp(-1)
-            return log_joint(z).reshape(rest.shape) + rest / self.parts
-
-        return replace(target, log_joint=log_rest)
+    def log_rest(self, log_joint: LogJoint, place: int, z: Tensor) -> Tensor:
+        """log p - log q + log q_c, shape (...). z: (..., d)."""
+        own = self.log_components(z)
+        rest = own[..., place] - (self.log_weights + own).logsumexp(-1)
+        return log_joint(z).reshape(rest.shape) + rest / self.parts

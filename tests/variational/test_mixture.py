@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -83,7 +84,8 @@ def test_loading_goes_on_as_if_never_stopped():
     q.step()
     other = build()
     other.load_state_dict(q.state_dict())
-    assert q.step() == other.step()
+    copied = pickle.loads(pickle.dumps(q))
+    assert q.step() == other.step() == copied.step()
     assert torch.equal(q.means, other.means)
     assert torch.equal(q.weights, other.weights)
     with pytest.raises(ValueError, match="2 components"):
