@@ -521,7 +521,8 @@ class Quadratic:
         Args:
             **options: Settings by name.
         """
-        zero, run = torch.zeros(()), replace(self.run, options={**self.run.options, **options})
+        # without `counts`, which holds the step that holds what is told of it: a cycle
+        zero, run = torch.zeros(()), replace(self.run, options={**self.run.options, **options}, counts=dict)
         return Quadratic(zero, None, 0.0, FlatStep(zero, zero), self.nats, self.loss, run)
 
     def change(self, step: Step) -> Tensor:

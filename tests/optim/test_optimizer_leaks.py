@@ -15,7 +15,21 @@ from typing import Any
 import pytest
 import torch
 from models import Assembled, draw, pair
-from optim_models import CE, RECIPES, Closure, X, Y, build, count_hooks, flat, iterate, net, pass_through_file, train
+from optim_models import (
+    BLOCK_RECIPES,
+    CE,
+    RECIPES,
+    Closure,
+    X,
+    Y,
+    build,
+    count_hooks,
+    flat,
+    iterate,
+    net,
+    pass_through_file,
+    train,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -145,6 +159,17 @@ def test_nothing_of_a_batch_outlives_its_step(choices: str, way: str) -> None:
     batch = one_step()
     assert len(alive) >= 2  # the user's pass, and the metric's
     assert [r() for r in (*batch, *alive)] == [None] * (4 + len(alive))  # at once, without a collector
+
+
+@pytest.mark.parametrize("recipe", BLOCK_RECIPES)
+def test_what_is_told_of_the_last_steps_holds_none_of_their_directions(recipe: Any) -> None:
+    model = net()
+    opt = recipe(model, CE)
+    counts = list[int]()
+    for _ in range(4):
+        iterate(opt, model, X, Y)
+        counts.append(sum(isinstance(each, Tensor) and each.numel() > 8 for each in gc.get_objects()))
+    assert counts[3] <= counts[1]
 
 
 def test_no_gradient_means_no_step() -> None:
