@@ -38,7 +38,7 @@ from natgrad.ground.pure import (
     run_detached,
     version_of,
 )
-from natgrad.ground.typed_torch import hook_gradient, keep_uncompiled
+from natgrad.ground.typed_torch import hook_gradient, keep_uncompiled, measure_norm
 from natgrad.ground.whole_tensors import any_split, local_part
 from natgrad.metrics import Metric
 
@@ -550,15 +550,15 @@ def rounding(inputs: Sequence[Tensor]) -> float:
 
 
 def is_same(given: Tensor, output: Tensor, rounded: float) -> bool:
-    """Whether two tensors are one but for round-off, relative to the largest entry.
+    """Whether two tensors are one but for round-off, in root mean square: a deep network may blow it up in single rows.
 
     rounded: the precision of autocast in the first.
     """
     if given.shape != output.shape or not given.is_floating_point():
         return given.shape == output.shape
     eps = max(rounded, *(torch.finfo(t.dtype).eps for t in (given, output)))
-    error, size = (given - output).abs().nan_to_num(), output.abs().nan_to_num()
-    return not given.numel() or bool(error.max() <= eps**0.5 * size.max())
+    error, size = (measure_norm(t.double().nan_to_num()) for t in (given - output, output))
+    return bool(error <= eps**0.5 * size)
 
 
 def versions_of(call: Call) -> tuple[int, ...]:

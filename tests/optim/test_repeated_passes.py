@@ -16,6 +16,7 @@ from optim_models import LOOKING, Closure, flat, train
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.optim.passes import is_same
 
 X, Y = draw(12, 4), torch.arange(12) % 3
 CE = nn.CrossEntropyLoss()
@@ -256,3 +257,11 @@ def test_a_metric_leaves_the_model_as_it_was(source: str) -> None:
     assert all_states(net) == before
     assert len(set(factors)) == 1
     assert_close(second, first, 1e-12)
+
+
+@pytest.mark.parametrize(("rows", "same"), [(1, True), (40, False)])
+def test_round_off_may_be_large_in_single_rows(rows: int, same: bool) -> None:
+    outputs = draw(40, 3).half()
+    again = outputs.float()
+    again[:rows] *= 1.05  # of a precision of .001, whose root is .03
+    assert is_same(outputs, again, 0.0) == same
