@@ -428,14 +428,18 @@ class StructuredNaturalGradient(ModelOptimizer):
         if not active:
             return
         evidence = self._gather_evidence(active, settings, called)
-        flow.reader.arm(False)  # what follows may call the model again
-        unread = (self._list_unread() - flow.warned) & evidence.gradients.keys()
-        strangers = {name for name in unread if bool(measure_norm(evidence.gradients[name]) > 0)}
-        if strangers and evidence.update.blocks:
-            self._check_followed()
-        if not self._take(flow.choices, evidence).trouble and strangers:
-            warn_of_strangers(strangers)
-            flow.warned |= strangers
+        try:
+            flow.reader.arm(False)  # what follows may call the model again
+            unread = (self._list_unread() - flow.warned) & evidence.gradients.keys()
+            strangers = {name for name in unread if bool(measure_norm(evidence.gradients[name]) > 0)}
+            if strangers and evidence.update.blocks:
+                self._check_followed()
+            if not self._take(flow.choices, evidence).trouble and strangers:
+                warn_of_strangers(strangers)
+                flow.warned |= strangers
+        except BaseException:  # Ctrl-C: the next pass on this batch is read as this one was
+            self._arm()
+            raise
 
     def _gather_evidence(
         self, active: dict[str, Tensor], settings: dict[str, dict[str, Any]], called: Called

@@ -71,6 +71,28 @@ def test_a_step_interrupted_at_any_line_happened_whole_or_not_at_all(name: str):
     assert opt.state_report().refused == ("refused" in name)
 
 
+@pytest.mark.parametrize("recipe", [*RECIPES, ng.hessian_free])
+def test_a_batch_whose_step_was_interrupted_is_taken_anew(recipe: Any, monkeypatch: pytest.MonkeyPatch):
+    """As by who runs a cell once more: gradients are cleared, and the loss is computed again."""
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    ends = []
+    for interrupted in ((), (0, 2)):  # the first step, and one whose statistics are due
+        model = net()
+        opt = recipe(model, CE)
+        for step in range(4):
+            if step in interrupted:
+                with monkeypatch.context() as patch:
+                    patch.setattr("natgrad.optim.base.natural_step", interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        iterate(opt, model)
+            iterate(opt, model)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
 # nothing that is not finite
 
 
