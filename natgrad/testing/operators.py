@@ -89,7 +89,10 @@ def _require_rows(operator: Operator, matrix: Tensor, rtol: float) -> None:
     shape = (operator.size, rows.rank)
     require(columns.shape == shape, f"sample_rows.dense() has shape {tuple(columns.shape)}, expected {shape}")
     require_close("U U^T of operator.sample_rows", columns @ columns.mT, matrix, rtol)
-    v, w = (torch.randn(n, generator=generator, dtype=operator.dtype).to(operator.device) for n in shape)
+    v, w = (
+        torch.randn(n, generator=generator, device=generator.device, dtype=operator.dtype).to(operator.device)
+        for n in shape
+    )
     size = float(columns.abs().max()) * max(shape) if columns.numel() else 1.0
     require_close("sample_rows.mv(weights)", rows.mv(w), columns @ w, rtol, size)
     require_close("sample_rows.rmv(vector)", rows.rmv(v), columns.mT @ v, rtol, size)
