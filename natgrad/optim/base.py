@@ -33,7 +33,7 @@ from natgrad.optim.guard import (
     watch_unmoved,
 )
 from natgrad.optim.objective import Called, Closure, call_closure
-from natgrad.optim.passes import Recall, mark_of
+from natgrad.optim.passes import BatchRecord, mark_of
 from natgrad.optim.processes import Processes, name_parameters
 from natgrad.optim.report import (
     KEPT,
@@ -60,20 +60,20 @@ CHOICES = ("structure", "solver", "rule", "damping", "update_every", "invert_eve
 class TakenGradients:
     """Gradients whose step was taken before Ctrl-C came, so that it is not taken a second time."""
 
-    batch: int  # of the `Recall`
+    batch: int  # of the `BatchRecord`
     # each gradient by its parameter's name, with what changes when it is written
     known: Mapping[str, tuple[weakref.ref[Tensor], tuple[int, int]]]
 
     @staticmethod
-    def of(named: Mapping[str, Tensor], recall: Recall) -> TakenGradients:
+    def of(named: Mapping[str, Tensor], record: BatchRecord) -> TakenGradients:
         """Those that the parameters hold."""
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
-        return TakenGradients(recall.batch, {name: (weakref.ref(g), mark_of(g)) for name, g in gradients.items()})
+        return TakenGradients(record.batch, {name: (weakref.ref(g), mark_of(g)) for name, g in gradients.items()})
 
-    def holds(self, named: Mapping[str, Tensor], recall: Recall) -> bool:
+    def holds(self, named: Mapping[str, Tensor], record: BatchRecord) -> bool:
         """Whether the parameters hold them as they were, and nothing else was told of another step since."""
-        now = TakenGradients.of(named, recall)
-        news = recall.computed or recall.last is not None or recall.observed is not None
+        now = TakenGradients.of(named, record)
+        news = record.computed or record.last is not None or record.observed is not None
         return bool(self.known) and not news and now == self
 
 
@@ -89,7 +89,7 @@ class Live:
     """What an optimizer's steps change. One object, so that a wrapper that borrows its attributes shares it."""
 
     named: dict[str, Tensor]  # the parameters that it trains, by name
-    recall: Recall  # what it remembers of the passes since the last step
+    record: BatchRecord  # what it remembers of the passes since the last step
     processes: Processes  # the processes
     state: State  # all that the next step depends on
     # the keys of a parameter group that a step reads; torch adds to its defaults while it loads
@@ -194,7 +194,7 @@ class ModelOptimizer(Optimizer):
             TypeError: If the metric has no criterion.
         """
         self._follow_parameters()
-        outputs, chosen = self._live.recall.choose(outputs)
+        outputs, chosen = self._live.record.choose(outputs)
         outputs, own = self.criterion.pick_logits(outputs)
         training = not isinstance(self.model, nn.Module) or self.model.training or self.train_in_eval
         weighs = weight is not None or self.criterion.family.masks
@@ -214,7 +214,7 @@ class ModelOptimizer(Optimizer):
                 self._record_loss(outputs, targets, value, chosen)
             else:
                 rows = count_rows(self.criterion, outputs)
-                self._live.recall.count_loss(self.criterion, outputs, targets, value, rows)
+                self._live.record.count_loss(self.criterion, outputs, targets, value, rows)
         return value
 
     @call_uncompiled
@@ -238,7 +238,7 @@ class ModelOptimizer(Optimizer):
         that was cut, and none where it had been taken.
         """
         taken, self._live.taken = self._live.taken, None
-        if closure is None and taken is not None and taken.holds(self._live.named, self._live.recall):
+        if closure is None and taken is not None and taken.holds(self._live.named, self._live.record):
             return None
         return self._run(self._step_on_pass, closure).value
 
@@ -250,8 +250,8 @@ class ModelOptimizer(Optimizer):
         try:
             if closure is not None:
                 device = next(iter(self._live.named.values())).device
-                called = call_closure(closure, device, self._live.recall, self.model)
-            self._live.recall.warn_of_left_over()
+                called = call_closure(closure, device, self._live.record, self.model)
+            self._live.record.warn_of_left_over()
             try:
                 act(called)
             except NotFiniteError as trouble:
@@ -273,13 +273,13 @@ class ModelOptimizer(Optimizer):
             raise
         except BaseException:  # Ctrl-C: before the step was written it can be taken yet
             if self._live.state.step > before:
-                self._live.taken = TakenGradients.of(self._live.named, self._live.recall)
+                self._live.taken = TakenGradients.of(self._live.named, self._live.record)
             raise
 
     def _step_on_pass(self, called: Called) -> None:
         """A step on the gradients that backward passes left."""
         self._warn_of_replaced()
-        warn_without_gradient(self._live.named.values(), bool(self._live.recall.computed) or called.value is not None)
+        warn_without_gradient(self._live.named.values(), bool(self._live.record.computed) or called.value is not None)
         self._step(called)
 
     def __repr__(self) -> str:
@@ -318,7 +318,7 @@ class ModelOptimizer(Optimizer):
             set_to_none: False sets them to zero instead of None.
         """
         super().zero_grad(set_to_none)
-        self._live.recall.forget_gradients()
+        self._live.record.forget_gradients()
 
     def report(self) -> Report:
         """What each parameter gets.
@@ -407,7 +407,7 @@ class ModelOptimizer(Optimizer):
             ExchangeError: If some process does not call it then within five minutes.
         """
         self._follow_names()
-        if self._live.recall.holds_gradients():
+        if self._live.record.holds_gradients():
             warnings.warn(
                 "state_dict() holds the run as the last step left it, without the gradients of the backward passes "
                 "since: call it after step(), or begin this batch again, from its first micro-batch, after loading",
@@ -516,7 +516,7 @@ class ModelOptimizer(Optimizer):
             self._rename(replaced)
         self._live.named.clear()
         self._live.named.update(named)
-        self._live.recall.watched = list(named.values())
+        self._live.record.watched = list(named.values())
 
     def _settle(self) -> None:
         """Look, before a step, at what may have happened to the model since the last one."""
@@ -587,7 +587,7 @@ class ModelOptimizer(Optimizer):
 
     def _forget_batch(self) -> None:
         """The step is over."""
-        self._live.recall.clear(p for group in self.param_groups for p in group["params"])
+        self._live.record.clear(p for group in self.param_groups for p in group["params"])
 
     @abstractmethod
     def _describer(self) -> Callable[[str, Tensor], tuple[str, int, int]]:

@@ -28,7 +28,7 @@ from natgrad.optim.objective import Objective, Proximal
 from natgrad.optim.passes import Data
 from natgrad.optim.processes import Processes, describe_groups
 from natgrad.optim.report import read_cuts
-from natgrad.optim.state import Outside, State, SystemMemory
+from natgrad.optim.state import OutsideLosses, State, SystemMemory
 from natgrad.optim.step import Batch, Choices, Evidence, Work, bounded_below
 from natgrad.rules import BentStep, Damping, FlatStep, Memory, Quadratic, RunFacts, Step, SystemFacts, require_loss
 from natgrad.rules import Objective as LossAt
@@ -110,7 +110,7 @@ class SystemEvidence(Evidence):
     examples: Callable[[], int] = int
     attempts: int = 1
     trial: Callable[[], Objective | Proximal | None] | None = None
-    outside: Outside | None = None
+    outside: OutsideLosses | None = None
     complete: Callable[[SystemEvidence], SystemEvidence] | None = None
 
     @property

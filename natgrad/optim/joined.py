@@ -20,7 +20,7 @@ from natgrad.operators import Centred, Facts, JoinedRows, Operator, Pullback, Ro
 from natgrad.optim.checks import dense_gradient, to_dense
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.objective import Objective, Reclose, SumOverData, Total
-from natgrad.optim.passes import Data, Loss, Recall
+from natgrad.optim.passes import BatchRecord, Data, Loss
 from natgrad.optim.processes import Processes, mark_text
 from natgrad.structures import Layerwise, Structure, StructurePreconditioner
 
@@ -280,7 +280,7 @@ DRIFTED = 1e-6
 
 
 def read_gradients(
-    processes: Processes, named: Mapping[str, Tensor], active: set[int], recall: Recall
+    processes: Processes, named: Mapping[str, Tensor], active: set[int], record: BatchRecord
 ) -> tuple[dict[str, Tensor], Space, Tensor] | None:
     """The parameters that have a gradient on some process, their space, and the gradient of the mean loss (n,).
 
@@ -293,12 +293,12 @@ def read_gradients(
             return None
         gradients = {name: dense_gradient(name, p) for name, p in there.items()}
         space = Space(there)
-        return there, space, space.flatten(gradients) / (recall.scale or 1.0)
+        return there, space, space.flatten(gradients) / (record.scale or 1.0)
     if processes.wrappers:
-        return read_averaged(processes, there, recall)
+        return read_averaged(processes, there, record)
     device = next(iter(named.values())).device
     reports = processes.share_numbers(
-        [recall.scale, weigh_gradient(recall), *(name in there for name in named)], device
+        [record.scale, weigh_gradient(record), *(name in there for name in named)], device
     )
     params = {name: p for i, (name, p) in enumerate(named.items()) if any(report[2 + i] for report in reports)}
     if not params:
@@ -312,14 +312,14 @@ def read_gradients(
 
 
 def read_averaged(
-    processes: Processes, params: dict[str, Tensor], recall: Recall
+    processes: Processes, params: dict[str, Tensor], record: BatchRecord
 ) -> tuple[dict[str, Tensor], Space, Tensor] | None:
     """`read_gradients` where a `DistributedDataParallel` has averaged them: they are the same everywhere."""
     if not params:
         return None
     space = Space(params)
     vector = space.flatten({name: to_dense(p.grad) for name, p in params.items() if p.grad is not None})
-    reports = processes.share_numbers([recall.scale, float(measure_norm(vector.double()))], space.device)
+    reports = processes.share_numbers([record.scale, float(measure_norm(vector.double()))], space.device)
     norms = [report[1] for report in reports]
     if any(abs(norm - norms[0]) > DRIFTED * max(norms) for norm in norms):  # false where one is NaN
         raise ValueError(
@@ -346,20 +346,20 @@ def join_vectors(processes: Processes, vector: Tensor, reports: list[list[float]
     return processes.sum(weight * vector if weight else torch.zeros_like(vector))
 
 
-def weigh_gradient(recall: Recall) -> float:
+def weigh_gradient(record: BatchRecord) -> float:
     """What this process's gradient weighs: 1 where its losses were weighed, else the rows of its pass."""
-    if recall.computed or recall.losses:
+    if record.computed or record.losses:
         return 1.0
-    return 1.0 if recall.last is None else float(as_call(recall.last.call).batch())
+    return 1.0 if record.last is None else float(as_call(record.last.call).batch())
 
 
-def join_metric(processes: Processes, metric: Metric, recall: Recall, drawn: bool, device: torch.device) -> Metric:
+def join_metric(processes: Processes, metric: Metric, record: BatchRecord, drawn: bool, device: torch.device) -> Metric:
     """The metric over all processes' examples; as it is for one process."""
     if processes.size == 1 or metric.is_joined:
         return metric
     if isinstance(metric, SumOverData):
-        losses = {id(data.targets): loss for loss in recall.used_losses() for data in [loss.data()]}
-        weights = join_weights(processes, [weight for weight, _, _ in metric.parts], recall, device)
+        losses = {id(data.targets): loss for loss in record.used_losses() for data in [loss.data()]}
+        weights = join_weights(processes, [weight for weight, _, _ in metric.parts], record, device)
         parts = [
             (weight, JoinedMetric(term, processes, rows_of(losses.get(id(data.targets)))), data)
             for weight, (_, term, data) in zip(weights, metric.parts, strict=True)
@@ -367,13 +367,15 @@ def join_metric(processes: Processes, metric: Metric, recall: Recall, drawn: boo
         return replace(metric, parts=parts)
     if isinstance(metric, MetricSum):
         return replace(metric, terms={name: JoinedMetric(term, processes) for name, term in metric.terms.items()})
-    own = recall.observed is None and not drawn
-    return JoinedMetric(metric, processes, rows_of(recall.last_told) if own else None)
+    own = record.observed is None and not drawn
+    return JoinedMetric(metric, processes, rows_of(record.last_told) if own else None)
 
 
-def join_weights(processes: Processes, weights: Sequence[float], recall: Recall, device: torch.device) -> list[float]:
+def join_weights(
+    processes: Processes, weights: Sequence[float], record: BatchRecord, device: torch.device
+) -> list[float]:
     """What the losses of a step weigh, on all processes: under reduction='sum' it follows from everyone's counts."""
-    reports = processes.share_numbers([recall.scale, *weights], device)
+    reports = processes.share_numbers([record.scale, *weights], device)
     scales = [report[0] for report in reports]
     scales = scales if any(scales) else [1.0] * len(scales)  # a process without examples counts none of a sum
     return [
@@ -449,12 +451,12 @@ def update_jointly(
     return local.update(memory, own, params, inputs)
 
 
-def join_mean_loss(processes: Processes, recall: Recall, device: torch.device) -> Tensor | None:
+def join_mean_loss(processes: Processes, record: BatchRecord, device: torch.device) -> Tensor | None:
     """The mean over all processes' rows of this step's losses; NaN where no target counts; None if none was told."""
-    own = recall.mean_loss()
+    own = record.mean_loss()
     if processes.size == 1:
         return own
-    rows = recall.weight
+    rows = record.weight
     part = 0.0 if own is None or not rows else float(own) * rows
     reports = processes.share_numbers([own is not None, rows, part], device)
     if not any(report[0] for report in reports):
@@ -500,18 +502,18 @@ class JoinedLoss(Objective):
         return self._mean(value), self.space.unflatten(vector)
 
 
-def join_objective(processes: Processes, objective: Objective | None, recall: Recall) -> Objective | None:
+def join_objective(processes: Processes, objective: Objective | None, record: BatchRecord) -> Objective | None:
     """The loss over all processes' rows; as it is for one process."""
     if processes.size == 1 or objective is None:
         return objective
     if isinstance(objective, Total):
         device = objective.space.device
-        weights = join_weights(processes, [weight for weight, _ in objective.parts], recall, device)
+        weights = join_weights(processes, [weight for weight, _ in objective.parts], record, device)
         return Total([(w, JoinedLoss(processes, part)) for w, (_, part) in zip(weights, objective.parts, strict=True)])
     if not isinstance(objective, Reclose):
         return JoinedLoss(processes, objective)
-    rows = sum(loss_rows for loss_rows in (rows_of(loss) for loss in recall.used_losses()) if loss_rows is not None)
-    return JoinedLoss(processes, objective, rows or 1.0, averaged=bool(recall.computed or processes.wrappers))
+    rows = sum(loss_rows for loss_rows in (rows_of(loss) for loss in record.used_losses()) if loss_rows is not None)
+    return JoinedLoss(processes, objective, rows or 1.0, averaged=bool(record.computed or processes.wrappers))
 
 
 def check_in_step(processes: Processes, vector: Tensor, groups: str) -> None:

@@ -25,9 +25,9 @@ from natgrad.ground.whole_tensors import any_split
 from natgrad.metrics import Covariance, Fisher, GaussNewton, Metric, PullbackMetric, SampledFisher
 from natgrad.operators import Operator, Scaled, Sum
 from natgrad.optim.checks import inputs_of
-from natgrad.optim.passes import OTHER_BATCH, Data, Linearised, Loss, Recall, RepeatError, function_of
+from natgrad.optim.passes import OTHER_BATCH, BatchRecord, Data, Linearised, Loss, RepeatError, function_of
 from natgrad.optim.processes import Processes
-from natgrad.optim.state import Outside
+from natgrad.optim.state import OutsideLosses
 from natgrad.rules import Damping, Parts, Relative, Vector, as_damping
 
 
@@ -45,24 +45,24 @@ class SumOverData(Metric):
         return Sum(tuple(terms))
 
 
-def metric_of_step(metric: Metric, recall: Recall, model: Any, params: Mapping[str, Tensor]) -> Metric:
+def metric_of_step(metric: Metric, record: BatchRecord, model: Any, params: Mapping[str, Tensor]) -> Metric:
     """The metric of the outputs that the step's last loss was computed on, added up over the losses of its pass.
 
     Gradients of several passes (micro-batches) keep the metric of the last one. ValueError for a loss of something that
     cannot be followed.
     """
-    used, last = recall.used_losses(), recall.last_told
+    used, last = record.used_losses(), record.last_told
     if last is None or not isinstance(model, nn.Module):
         return metric
     group = [loss for loss in used if loss.passes == last.passes]
-    metrics = [choose_outputs(metric, loss.settle(model, params, recall.outputs)) for loss in group]
-    if recall.observed is not None:
+    metrics = [choose_outputs(metric, loss.settle(model, params, record.outputs)) for loss in group]
+    if record.observed is not None:
         if any(isinstance(chosen_outputs(part), Linearised) for part in metrics):
             raise ValueError(OTHER_BATCH)
         return metrics[-1]
     if len(group) == 1:
         return metrics[-1]
-    weights = weights_of(used, recall.scale)
+    weights = weights_of(used, record.scale)
     share = sum(weights) / sum(w for w, loss in zip(weights, used, strict=True) if loss in group)
     parts = [(share * weights[used.index(loss)], part, loss.data()) for loss, part in zip(group, metrics, strict=True)]
     return SumOverData(parts)
@@ -327,15 +327,15 @@ class Reclose(Objective):
         self,
         model: Any,
         closure: Closure,
-        recall: Recall,
+        record: BatchRecord,
         params: dict[str, Tensor],
         space: Space,
         value: Tensor,
         random: RandomState,
     ) -> None:
-        self.scale = recall.scale or 1.0
+        self.scale = record.scale or 1.0
         super().__init__(params, space, number(value) / self.scale)
-        self.model, self.closure, self.recall, self.random = model, closure, recall, random
+        self.model, self.closure, self.record, self.random = model, closure, record, random
 
     def _evaluate(self, step: dict[str, Tensor]) -> float:
         self._check_repeated()
@@ -347,12 +347,12 @@ class Reclose(Objective):
 
     def _check_repeated(self) -> None:
         """RepeatError, at an optimizer's first step with a closure, if that gives something else the second time."""
-        if self.recall.repeats:
+        if self.record.repeats:
             return
         again = self._value({name: torch.zeros_like(p) for name, p in self.params.items()})
         if abs(again - self.before) > torch.finfo(self.space.dtype).eps ** 0.5 * abs(self.before):
             raise RepeatError(NOT_REPEATED.format(before=self.before, again=again))
-        self.recall.repeats = True
+        self.record.repeats = True
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         self._check_repeated()
@@ -377,7 +377,7 @@ class Reclose(Objective):
         values = [t.detach().clone() for t in tensors]
         grads = [None if p.grad is None else p.grad.clone() for p in self.params.values()]
         # a closure adds to its lists, and a listener is none of a batch
-        remembered = {key: copy(value) for key, value in vars(self.recall).items() if key != "begins"}
+        remembered = {key: copy(value) for key, value in vars(self.record).items() if key != "begins"}
         try:
             yield
         finally:
@@ -385,10 +385,10 @@ class Reclose(Objective):
                 tensor.data.copy_(value)
             for p, grad in zip(self.params.values(), grads, strict=True):
                 p.grad = grad
-            vars(self.recall).update(remembered)
+            vars(self.record).update(remembered)
 
 
-def call_closure(closure: Closure, device: torch.device, recall: Recall, model: object) -> Called:
+def call_closure(closure: Closure, device: torch.device, record: BatchRecord, model: object) -> Called:
     """The closure's first call. ValueError if it returns nothing, and no loss of the step is known otherwise.
 
     Lightning steps by an empty closure where the user goes backward by hand: as without one then.
@@ -401,7 +401,7 @@ def call_closure(closure: Closure, device: torch.device, recall: Recall, model: 
     random = RandomState.capture(device, model=model)
     with torch.enable_grad():
         value = closure()
-    if value is None and recall.computed:
+    if value is None and record.computed:
         return Called()
     if value is None:
         raise ValueError("closure returned None, expected the loss; end it with `return loss`")
@@ -411,7 +411,7 @@ def call_closure(closure: Closure, device: torch.device, recall: Recall, model: 
 def objective_of(
     model: Any,
     criterion: Callable[[], Criterion],
-    recall: Recall,
+    record: BatchRecord,
     params: dict[str, Tensor],
     space: Space,
     called: Called,
@@ -422,35 +422,40 @@ def objective_of(
 
     needed: whether it will be evaluated. ValueError then for a loss of something that cannot be made again.
     """
-    used = recall.used_losses()
+    used = record.used_losses()
     if isinstance(model, nn.Module) and searched is not None:
-        select = recall.outputs if not used else used[-1].settle(model, params, recall.outputs)
+        select = record.outputs if not used else used[-1].settle(model, params, record.outputs)
         if isinstance(select, Linearised):
             raise ValueError(OTHER_BATCH)
         return Replay(model, criterion(), searched, None, params, space, select)
-    if isinstance(model, nn.Module) and used and recall.find_pass() is not None:
+    if isinstance(model, nn.Module) and used and record.find_pass() is not None:
         problem = next((loss.problem for loss in used if loss.problem), "") if needed else ""
         if not problem:
-            return replay_losses(model, criterion(), recall, params, space)
+            return replay_losses(model, criterion(), record, params, space)
         if called.closure is None:
             raise ValueError(problem)
     if called.closure is not None and called.value is not None and called.random is not None:
-        return Reclose(model, called.closure, recall, params, space, called.value, called.random)
+        return Reclose(model, called.closure, record, params, space, called.value, called.random)
     return None
 
 
 def replay_losses(
-    model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], space: Space, exact: bool = True
+    model: nn.Module,
+    criterion: Criterion,
+    record: BatchRecord,
+    params: dict[str, Tensor],
+    space: Space,
+    exact: bool = True,
 ) -> Objective:
     """The step's losses as `opt.loss` saw them, evaluated again. exact: whether their values are those of a replay."""
-    used, parts = recall.used_losses(), list[Objective]()
+    used, parts = record.used_losses(), list[Objective]()
     for loss in used:
         before = float(loss.value) if exact else None
-        select = loss.settle(model, params, recall.outputs)
+        select = loss.settle(model, params, record.outputs)
         parts.append(Replay(model, criterion, loss.data(), before, params, space, select, loss.count))
     if len(parts) == 1:
         return parts[0]
-    return Total(list(zip(weights_of(used, recall.scale), parts, strict=True)))
+    return Total(list(zip(weights_of(used, record.scale), parts, strict=True)))
 
 
 def proximal_of(
@@ -462,11 +467,11 @@ def proximal_of(
     return Proximal(metric, data, params, space, gradient)
 
 
-def tells_another(called: Called, objective: Objective, recall: Recall) -> bool:
+def tells_another(called: Called, objective: Objective, record: BatchRecord) -> bool:
     """Whether the closure returned another number than the losses that `opt.loss` told: a penalty was added, say."""
     if called.closure is None or called.value is None or isinstance(objective, Reclose):
         return False
-    value = number(called.value) / (recall.scale or 1.0)
+    value = number(called.value) / (record.scale or 1.0)
     size = max(abs(value), abs(objective.before))
     return math.isfinite(size) and abs(value - objective.before) > torch.finfo(objective.space.dtype).eps ** 0.5 * size
 
@@ -500,9 +505,9 @@ class PooledLoss:
         before: float,
         named: Mapping[str, Tensor],
         strengths: Mapping[str, float],
-        outside: Outside,
+        outside: OutsideLosses,
     ) -> None:
-        self.outside = Outside() if isinstance(objective, Reclose) else outside
+        self.outside = OutsideLosses() if isinstance(objective, Reclose) else outside
         self.objective, self.rows, self.processes = objective, rows, processes
         self.before, self.named, self.strengths = before, named, strengths
         self._last: tuple[Vector, float] | None = None
@@ -537,15 +542,15 @@ class PooledLoss:
 
 
 def objective_of_blocks(
-    model: nn.Module, criterion: Criterion, recall: Recall, params: dict[str, Tensor], called: Called, asks: object
+    model: nn.Module, criterion: Criterion, record: BatchRecord, params: dict[str, Tensor], called: Called, asks: object
 ) -> Objective:
     """The loss of this step at other parameters: its one pass replayed, or the closure called again."""
-    space, used = Space(params), recall.used_losses()
+    space, used = Space(params), record.used_losses()
     problem = next((loss.problem for loss in used if loss.problem), "")
-    if len(used) == 1 and recall.find_pass() is not None and not problem:
+    if len(used) == 1 and record.find_pass() is not None and not problem:
         exact = used[0].dtype == space.dtype  # under autocast the loss was rounded, and a replay is not
-        replayed = replay_losses(model, criterion, recall, params, space, exact)
-        if not tells_another(called, replayed, recall):
+        replayed = replay_losses(model, criterion, record, params, space, exact)
+        if not tells_another(called, replayed, record):
             return replayed
     if called.closure is None or called.value is None or called.random is None:
         raise ValueError(
@@ -553,13 +558,13 @@ def objective_of_blocks(
             or f"{asks} compares the loss before and after a step, which has {len(used)} losses "
             "of optimizer.loss(outputs, targets) and not one: call optimizer.step(closure)"
         )
-    return Reclose(model, called.closure, recall, params, space, called.value, called.random)
+    return Reclose(model, called.closure, record, params, space, called.value, called.random)
 
 
 @contextmanager
-def replaying(model: nn.Module, recall: Recall) -> Generator[None]:
+def replaying(model: nn.Module, record: BatchRecord) -> Generator[None]:
     """Inside, modules are in the mode of the last pass, and compiled ones run as they were written: no new graph."""
-    last = recall.find_pass()
+    last = record.find_pass()
     with nullcontext() if last is None else last.modes_of(model), run_uncompiled():
         yield
 
@@ -588,7 +593,7 @@ class BatchForm:
     Args:
         model: The network.
         criterion: Its loss.
-        recall: What happened since the last step.
+        record: What happened since the last step.
         named: The parameters.
         processes: The processes that train the model.
         nats: Nats per example in one unit of d^T G d / 2.
@@ -598,12 +603,12 @@ class BatchForm:
         self,
         model: nn.Module,
         criterion: Criterion,
-        recall: Recall,
+        record: BatchRecord,
         named: Mapping[str, Tensor],
         processes: Processes,
         nats: Tensor | float,
     ) -> None:
-        self.model, self.criterion, self.recall = model, criterion, recall
+        self.model, self.criterion, self.record = model, criterion, record
         self.named, self.processes, self.nats = named, processes, float(nats)
 
     def measure(self, vector: Parts, nats: float) -> float:
@@ -662,8 +667,8 @@ class BatchForm:
             name: p.detach() + share * vector[name].to(p.dtype) if name in vector.parts else p.detach()
             for name, p in self.named.items()
         }
-        with replaying(self.model, self.recall):
-            for loss in self.recall.used_losses():
+        with replaying(self.model, self.record):
+            for loss in self.record.used_losses():
                 if loss.problem:
                     raise ValueError(loss.problem)
                 if loss.rows:
@@ -676,7 +681,7 @@ class BatchForm:
 
     def _form(self, loss: Loss, moved: Mapping[str, Tensor], share: float) -> float:
         """Of one loss: sum_i (J_i d)^T w_i^1/2 M_i w_i^1/2 (J_i d)."""
-        select, data = loss.settle(self.model, self.named, self.recall.outputs), loss.data()
+        select, data = loss.settle(self.model, self.named, self.record.outputs), loss.data()
         compute = function_of(self.model, data, select)
 
         def outputs_at(params: Mapping[str, Tensor]) -> Any:

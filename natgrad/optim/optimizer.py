@@ -56,9 +56,9 @@ from natgrad.optim.objective import (
     tells_another,
 )
 from natgrad.optim.options import FlatOptions, FlatSettings, read_settings, with_options
-from natgrad.optim.passes import Data, Recall, listen, overhear
+from natgrad.optim.passes import BatchRecord, Data, listen, overhear
 from natgrad.optim.processes import Processes, meet, refuse_nested, weigh_loss
-from natgrad.optim.state import Outside, OwnGradients, State, SystemMemory
+from natgrad.optim.state import OutsideLosses, OwnGradients, State, SystemMemory
 from natgrad.optim.step import Choices, StepReport
 from natgrad.rules import SafeRate, as_damping
 from natgrad.solvers import Auto
@@ -125,13 +125,13 @@ class NaturalGradient(ModelOptimizer):
         self.preconditioner = as_preconditioner(chosen.preconditioner, self.solver)
         refuse_maximize(chosen.maximize, processes.size)
         named = named_parameters(self.model)
-        recall = Recall(chosen_outputs(own_metric), named.values(), maximize=chosen.maximize)
-        self._live = Live(named, recall, processes, State(system=SystemMemory(self.damping.initial())))
+        record = BatchRecord(chosen_outputs(own_metric), named.values(), maximize=chosen.maximize)
+        self._live = Live(named, record, processes, State(system=SystemMemory(self.damping.initial())))
         defaults = {"lr": lr, "weight_decay": chosen.weight_decay} | self.rule.options
         super().__init__(given_parameters(chosen.params, named), defaults)
-        overhear(own_metric, recall)
+        overhear(own_metric, record)
         if isinstance(self.model, nn.Module):
-            hook = listen(self.model, recall, in_eval=self.train_in_eval)
+            hook = listen(self.model, record, in_eval=self.train_in_eval)
             self._live.finalizer = weakref.finalize(self, hook.remove)
 
     # what the user calls around a step
@@ -159,8 +159,8 @@ class NaturalGradient(ModelOptimizer):
             ValueError: For a negative floor.
         """
         check_number("floor", floor)
-        self._live.recall.observed = Data(copy_tensors(inputs), copy_tensors(targets), None)
-        self._live.recall.floor = floor
+        self._live.record.observed = Data(copy_tensors(inputs), copy_tensors(targets), None)
+        self._live.record.floor = floor
 
     def search_on(self, inputs: Any, targets: Any) -> None:
         """Evaluate the next step's trial points on these examples, so that it is not fitted to the gradient's alone.
@@ -179,7 +179,7 @@ class NaturalGradient(ModelOptimizer):
             raise TypeError("search_on needs an nn.Module to evaluate; with a dict of tensors pass a closure to step")
         self.criterion  # noqa: B018 - its error comes here rather than at the step
         check_search(inputs, targets)
-        self._live.recall.searched = Data(copy_tensors(inputs), copy_tensors(targets), None)
+        self._live.record.searched = Data(copy_tensors(inputs), copy_tensors(targets), None)
 
     @keep_gradient_mode
     @torch.no_grad()
@@ -209,8 +209,8 @@ class NaturalGradient(ModelOptimizer):
         self._settle()
         rows = count_rows(self.criterion, outputs)
         weight = weigh_loss(self._live.processes, self.criterion, outputs, targets, value)
-        self._live.recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
-        self._live.recall.computed[-1].ask_count(self.criterion)
+        self._live.record.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
+        self._live.record.computed[-1].ask_count(self.criterion)
 
     def _labels(self) -> torch.Generator | None:
         return getattr(self.metric, "generator", None)
@@ -270,12 +270,12 @@ class NaturalGradient(ModelOptimizer):
         self._follow_parameters()
         self._drop_silent()
         active = {id(p) for group in self.param_groups for p in group["params"]}
-        gradients = read_gradients(self._live.processes, self._live.named, active - self._live.gone, self._live.recall)
+        gradients = read_gradients(self._live.processes, self._live.named, active - self._live.gone, self._live.record)
         if gradients is None:
             return
         params, space, gradient = gradients
         system = partial(self._system, params, gradient, 0.0)
-        loss = join_mean_loss(self._live.processes, self._live.recall, space.device)
+        loss = join_mean_loss(self._live.processes, self._live.record, space.device)
         evidence = self.evidence(params, gradient, system, loss=loss, examples=self._count_examples)
         evidence = replace(evidence, complete=partial(self._complete, called))
         with self._replaying():
@@ -283,13 +283,13 @@ class NaturalGradient(ModelOptimizer):
 
     def _drop_silent(self) -> None:
         """Forget the losses in which no target counts on any process, where others are left: they tell nothing."""
-        recall, used = self._live.recall, self._live.recall.backward_losses
+        record, used = self._live.record, self._live.record.backward_losses
         if len(used) < 2:
             return
         rows = torch.tensor([float(loss.rows) for loss in used], device=next(iter(self._live.named.values())).device)
         silent = {loss for loss, n in zip(used, list_numbers(self._live.processes.sum(rows)), strict=True) if not n}
         if len(silent) < len(used):
-            recall.losses = [loss for loss in recall.losses if loss not in silent]
+            record.losses = [loss for loss in record.losses if loss not in silent]
 
     def _complete(self, called: Called, evidence: SystemEvidence) -> SystemEvidence:
         """The loss at trial points, and what is known of losses besides, for a batch that is fit for a step."""
@@ -308,10 +308,10 @@ class NaturalGradient(ModelOptimizer):
 
     def _system(self, params: dict[str, Tensor], gradient: Tensor, outside: float, state: State) -> MetricSystem:
         """The metric of this step's losses, over the examples of all processes."""
-        recall = self._live.recall
-        metric = metric_of_step(self.metric, recall, self.model, params)
-        metric = join_metric(self._live.processes, metric, recall, self.metric_batch is not None, gradient.device)
-        known, floor = (metric, params, gradient, self._metric_data(), state), recall.floor
+        record = self._live.record
+        metric = metric_of_step(self.metric, record, self.model, params)
+        metric = join_metric(self._live.processes, metric, record, self.metric_batch is not None, gradient.device)
+        known, floor = (metric, params, gradient, self._metric_data(), state), record.floor
         return MetricSystem(self._choose_system(), *known, bound=lambda amount: max(amount, floor) + outside)
 
     def metric_system(
@@ -347,21 +347,21 @@ class NaturalGradient(ModelOptimizer):
         """The loss at other parameters, where it can be had: as `opt.loss` was told, and as the step is judged by."""
         needed = self.rule.needs_loss or self._choose().is_judged(self._live.state)
         # without trial points the loss of the pass is known already
-        searched = self._live.recall.search_data(self.search_batch, self._live.state.step) if needed else None
-        data = (self._live.recall, params, space, called, searched, needed)
+        searched = self._live.record.search_data(self.search_batch, self._live.state.step) if needed else None
+        data = (self._live.record, params, space, called, searched, needed)
         own = objective_of(self.model, lambda: self.criterion, *data)
-        joined = join_objective(self._live.processes, own, self._live.recall)
+        joined = join_objective(self._live.processes, own, self._live.record)
         if own is None or searched is not None or called.closure is None:
             return joined, joined
         heeded = self._heed_closure(own, gradient, called)
-        return joined, joined if heeded is own else join_objective(self._live.processes, heeded, self._live.recall)
+        return joined, joined if heeded is own else join_objective(self._live.processes, heeded, self._live.record)
 
     def _heed_closure(self, objective: Objective, gradient: Tensor, called: Called) -> Objective:
         """What the closure returned is judged, where the losses of `opt.loss` are not all of it.
 
         They may be: of micro-batches a closure may return the last one's loss alone.
         """
-        differs = tells_another(called, objective, self._live.recall)
+        differs = tells_another(called, objective, self._live.record)
         if self._live.processes.size > 1:
             differs = bool(self._live.processes.sum(torch.tensor(float(differs), device=gradient.device)) > 0)
         if not differs or called.closure is None or called.value is None or called.random is None:
@@ -371,27 +371,27 @@ class NaturalGradient(ModelOptimizer):
             if float(measure_norm(gradient - own)) <= UNKNOWN_SHARE * float(measure_norm(gradient)):
                 return objective
         known = (objective.params, objective.space, called.value, called.random)
-        return Reclose(self.model, called.closure, self._live.recall, *known)
+        return Reclose(self.model, called.closure, self._live.record, *known)
 
     def _can_try(self, objective: Objective | None) -> bool:
         """Whether the loss can be evaluated at other parameters."""
         if objective is None:
             return False
         replayed = not isinstance(getattr(objective, "part", objective), Reclose)
-        return not (replayed and any(loss.problem for loss in self._live.recall.used_losses()))
+        return not (replayed and any(loss.problem for loss in self._live.record.used_losses()))
 
     def _look_outside(
         self, params: dict[str, Tensor], space: Space, gradient: Tensor, objective: Objective | None
-    ) -> tuple[Objective | None, Outside]:
+    ) -> tuple[Objective | None, OutsideLosses]:
         """The loss with what another one adds to the gradient, and what is known of that one.
 
         A loss that `opt.loss` was not told of is judged by its slope and curvature, and damps the step besides.
         """
-        before, recall = self._live.state.outside, self._live.recall
-        replaced = recall.searched is not None or self.search_batch is not None or recall.is_stale
-        if objective is None or replaced or not recall.backward_losses or not self._can_try(objective):
+        before, record = self._live.state.outside, self._live.record
+        replaced = record.searched is not None or self.search_batch is not None or record.is_stale
+        if objective is None or replaced or not record.backward_losses or not self._can_try(objective):
             return objective, before
-        if any(passed.is_behind() for loss in recall.backward_losses for passed in loss.passes):
+        if any(passed.is_behind() for loss in record.backward_losses for passed in loss.passes):
             return objective, before  # another optimizer's step came between
         if isinstance(getattr(objective, "part", objective), Reclose):
             return objective, before
@@ -413,15 +413,15 @@ class NaturalGradient(ModelOptimizer):
 
     def _find_trial(self, params: dict[str, Tensor], space: Space, gradient: Tensor) -> Proximal | None:
         """What stands for a loss that cannot be evaluated: the gradient and the KL of the outputs."""
-        if self._live.processes.size > 1 or self._live.recall.observed is not None:
+        if self._live.processes.size > 1 or self._live.record.observed is not None:
             return None
-        metric = metric_of_step(self.metric, self._live.recall, self.model, params)
+        metric = metric_of_step(self.metric, self._live.record, self.model, params)
         return proximal_of(metric, self._metric_data(), params, space, gradient)
 
     @contextmanager
     def _replaying(self) -> Generator[None]:
         """Modules in the mode of the remembered pass; after an error the metric's generator goes back."""
-        last, generator, state = self._live.recall.find_pass(), self._labels(), self._live.state
+        last, generator, state = self._live.record.find_pass(), self._labels(), self._live.state
         before = None if generator is None else generator.get_state()
         modes = last.modes_of(self.model) if last and isinstance(self.model, nn.Module) else nullcontext()
         try:
@@ -433,7 +433,7 @@ class NaturalGradient(ModelOptimizer):
             raise
 
     def _metric_data(self) -> Data:
-        return self._live.recall.metric_data(self.metric_batch, self._live.state.step)
+        return self._live.record.metric_data(self.metric_batch, self._live.state.step)
 
     def _count_examples(self) -> int:
         return as_call(self._metric_data().inputs).batch()
@@ -446,7 +446,7 @@ class NaturalGradient(ModelOptimizer):
         rest["search_batch"] = "none" if self.search_batch is None else "a number of each process's own"
         settings = self.solver, self.damping, self.rule, self.preconditioner, kind, *alike, rest
         self._live.processes.settle(self.model, self._live.named, self.structure, settings)
-        refuse_maximize(self._live.recall.maximize, self._live.processes.size)
+        refuse_maximize(self._live.record.maximize, self._live.processes.size)
 
     def _choose(self) -> Choices:
         absolute = getattr(self.solver, "absolute", False)

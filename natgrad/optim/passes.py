@@ -68,7 +68,7 @@ OTHER_BATCH = (
 
 
 @dataclass(frozen=True)
-class Made:
+class PassOutputs:
     """What a pass returned."""
 
     passed: Any  # the pass
@@ -81,14 +81,14 @@ def mark(outputs: Any, passed: Any, key: object) -> None:
     """Write into the graph of a pass's outputs where they come from. The graph itself keeps it, nothing else does."""
     tensors = list(leaves(outputs))
     versions = tuple(t._version for t in tensors)
-    result = Made(passed, [t.detach() for t in tensors], versions, isinstance(outputs, Tensor))
+    result = PassOutputs(passed, [t.detach() for t in tensors], versions, isinstance(outputs, Tensor))
     for index, tensor in enumerate(tensors):
         if tensor.grad_fn is not None:
             notes_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = result, index
 
 
 @dataclass(frozen=True)
-class Picked:
+class Selection:
     """Tensors of the outputs as they are."""
 
     tree: Any  # what was given to the loss, with a tensor's place for each tensor
@@ -203,7 +203,7 @@ def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | N
         results = unique(result for result, _ in direct)
         numbers = iter([place_of(source, results) for source in direct])
         tree = map_tensors(outputs, lambda _: torch.tensor(next(numbers)))
-        return Route(tuple(result.passed for result in results), Picked(tree))
+        return Route(tuple(result.passed for result in results), Selection(tree))
     graph = walk_to_passes([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None], key)
     if not graph.sources:
         return None
@@ -218,7 +218,7 @@ def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | N
     return linearise_graph(outputs, graph, results, passes)
 
 
-def linearise_graph(outputs: Any, graph: Graph, results: list[Made], passes: tuple[Any, ...]) -> Route:
+def linearise_graph(outputs: Any, graph: Graph, results: list[PassOutputs], passes: tuple[Any, ...]) -> Route:
     """The route through a graph that has passes' outputs for its only sources."""
     places = [place_of(source, results) for source in graph.sources.values()]
     edges = [GradientEdge(node, number) for node, number in graph.sources]
@@ -238,7 +238,7 @@ def linearise_graph(outputs: Any, graph: Graph, results: list[Made], passes: tup
 class Graph:
     """The part of an autograd graph that lies between marked outputs and a loss."""
 
-    sources: Mapping[tuple[Node, int], tuple[Made, int]]  # marked outputs by node and number
+    sources: Mapping[tuple[Node, int], tuple[PassOutputs, int]]  # marked outputs by node and number
     nodes: list[Node]  # what lies above them
     reaching: set[Node]  # nodes that lead to one of them
     variables: list[Tensor]  # leaves that are reached otherwise
@@ -256,7 +256,7 @@ class Graph:
 
 def walk_to_passes(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
     """The graph above the marked outputs that the roots come from."""
-    queue, sources, order = list(roots), dict[tuple[Node, int], tuple[Made, int]](), dict[Node, None]()
+    queue, sources, order = list(roots), dict[tuple[Node, int], tuple[PassOutputs, int]](), dict[Node, None]()
     above, variables = dict[Node, set[Node]](), list[Tensor]()
     low = set[Node]()
     while queue:
@@ -288,18 +288,18 @@ def walk_to_passes(roots: Iterable[tuple[Node | None, int]], key: object) -> Gra
     return Graph(sources, list(order), reaching, variables)
 
 
-def pass_at(node: Node | None, number: int, key: object) -> tuple[Made, int] | None:
+def pass_at(node: Node | None, number: int, key: object) -> tuple[PassOutputs, int] | None:
     """The pass that a place in the graph is an output of, and which; None for any other place."""
     return None if node is None else notes_of(node).get(key, {}).get(number)
 
 
-def place_of(source: tuple[Made, int], results: Sequence[Made]) -> int:
+def place_of(source: tuple[PassOutputs, int], results: Sequence[PassOutputs]) -> int:
     """Where an output lies among the tensors of all passes in order."""
     before = next(i for i, result in enumerate(results) if result is source[0])
     return sum(len(result.values) for result in results[:before]) + source[1]
 
 
-def unique(results: Iterable[Made]) -> list[Made]:
+def unique(results: Iterable[PassOutputs]) -> list[PassOutputs]:
     """Each once, in order."""
     return list({id(result): result for result in results}.values())
 
@@ -574,7 +574,7 @@ BATCHES = itertools.count()
 """One for each time that gradients were cleared."""
 
 
-class Recall:
+class BatchRecord:
     """What happened since the last step: the last training pass, the losses, data to observe.
 
     Attributes:
@@ -869,10 +869,10 @@ class Recall:
         return all(mark_of(grad) not in self._left and not holds_anything(grad) for grad in there)
 
 
-def end_backward(recall: Recall | None) -> None:
+def end_backward(record: BatchRecord | None) -> None:
     """Tell what remembers a backward pass that it is over, if it is still there."""
-    if recall is not None:
-        recall.end_backward()
+    if record is not None:
+        record.end_backward()
 
 
 def mark_of(gradient: Tensor) -> tuple[int, int]:
@@ -886,51 +886,51 @@ def holds_anything(gradient: Tensor) -> bool:
 
 
 class Counter:
-    """Tensor hook that counts a loss when `backward` reaches it. Keeps no recall alive."""
+    """Tensor hook that counts a loss when `backward` reaches it. Keeps no record alive."""
 
-    def __init__(self, recall: Recall, loss: Loss) -> None:
-        self.recall, self.loss = weakref.ref(recall), loss
+    def __init__(self, record: BatchRecord, loss: Loss) -> None:
+        self.record, self.loss = weakref.ref(record), loss
 
     def __call__(self, gradient: Tensor) -> None:
-        recall = self.recall()
-        if recall is not None:
-            recall.goes_backward(self.loss, gradient)
+        record = self.record()
+        if record is not None:
+            record.goes_backward(self.loss, gradient)
 
 
 class Listener(Hook):
-    """Forward pre-hook that tells a `Recall` about training passes.
+    """Forward pre-hook that tells a `BatchRecord` about training passes.
 
     Args:
-        recall: What it tells.
+        record: What it tells.
         traceable: True to do nothing inside a compiled graph too, where it would break the graph.
         in_eval: True if passes in evaluation mode are for training too.
     """
 
-    def __init__(self, recall: Recall, traceable: bool, in_eval: bool) -> None:
-        self.recall = weakref.ref(recall)
+    def __init__(self, record: BatchRecord, traceable: bool, in_eval: bool) -> None:
+        self.record = weakref.ref(record)
         self.traceable, self.in_eval = traceable, in_eval
-        self.record = keep_uncompiled(Recall.record_pass)  # it looks into attributes of any kind
+        self.record_pass = keep_uncompiled(BatchRecord.record_pass)  # it looks into attributes of any kind
         self.ending: Ending | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         if kwargs is None or (self.traceable and torch.compiler.is_compiling()):
             return  # torch calls a hook without them that came off while it went through the hooks
-        recall = self.recall()
-        if recall is None or is_evaluating():
+        record = self.record()
+        if record is None or is_evaluating():
             return
         call = Call(args, dict(kwargs))
         if is_transformed([*call.tensors(), *itertools.islice(module.parameters(), 1)]):  # the others are alike
             return
         heard = (module.training or self.in_eval) and torch.is_grad_enabled()
         if heard:
-            begin = None if recall.begins is None else recall.begins()
+            begin = None if record.begins is None else record.begins()
             if begin is not None:
                 begin()
-            self.record(recall, module, call)
-        if (heard or recall.outputs is not None) and not torch.compiler.is_compiling():
+            self.record_pass(record, module, call)
+        if (heard or record.outputs is not None) and not torch.compiler.is_compiling():
             if self.ending is not None:  # a pass that raised has left it
                 self.ending.remove()
-            self.ending = Ending(module, recall, recall.last if heard else None)
+            self.ending = Ending(module, record, record.last if heard else None)
 
 
 class Ending(Hook):
@@ -939,15 +939,15 @@ class Ending(Hook):
     It goes by itself, since its optimizer may die while the pass is under way.
     """
 
-    def __init__(self, module: nn.Module, recall: Recall, passed: RecordedPass | None) -> None:
-        self.recall, self.passed = weakref.ref(recall), passed
+    def __init__(self, module: nn.Module, record: BatchRecord, passed: RecordedPass | None) -> None:
+        self.record, self.passed = weakref.ref(record), passed
         self.handle = module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        recall, passed = self.recall(), self.passed
+        record, passed = self.record(), self.passed
         self.remove()
-        if recall is not None:
-            recall.record_outputs(outputs, passed)
+        if record is not None:
+            record.record_outputs(outputs, passed)
 
     def remove(self) -> None:
         """Take it off, and let go of what the pass was given."""
@@ -955,14 +955,14 @@ class Ending(Hook):
         self.passed = None
 
 
-def listen(model: nn.Module, recall: Recall, *, traceable: bool = False, in_eval: bool = False) -> Any:
+def listen(model: nn.Module, record: BatchRecord, *, traceable: bool = False, in_eval: bool = False) -> Any:
     """Attach a listener."""
-    return model.register_forward_pre_hook(Listener(recall, traceable, in_eval), with_kwargs=True)
+    return model.register_forward_pre_hook(Listener(record, traceable, in_eval), with_kwargs=True)
 
 
-def overhear(metric: Metric, recall: Recall) -> None:
-    """Tell `recall` about the losses of the density that a metric belongs to, if it belongs to one."""
+def overhear(metric: Metric, record: BatchRecord) -> None:
+    """Tell `record` about the losses of the density that a metric belongs to, if it belongs to one."""
     log_p = getattr(metric, "log_p", None)
     if log_p is not None:
-        recall.density = getattr(log_p, "__name__", type(log_p).__name__)
-        listen_to(log_p, recall)
+        record.density = getattr(log_p, "__name__", type(log_p).__name__)
+        listen_to(log_p, record)

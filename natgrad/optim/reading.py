@@ -43,7 +43,7 @@ from natgrad.layers import (
     square_elementwise,
 )
 from natgrad.metrics import fisher
-from natgrad.optim.passes import COMPILED, Recall
+from natgrad.optim.passes import COMPILED, BatchRecord
 from natgrad.optim.processes import AlignedPasses, Processes, call_roll
 from natgrad.optim.state import Hearing, find_error_size
 from natgrad.structures import Empirical, Estimate, ExactLabels, Layerwise, Outputs, Sampled, hear_metric
@@ -256,7 +256,7 @@ class Reader:
         criterion: Criterion,
         outputs: Any,
         targets: Any,
-        recall: Recall,
+        record: BatchRecord,
         measurement: Estimate | None = None,
         known: Set[str] | None = None,
     ) -> tuple[Reading | None, Hearing]:
@@ -270,8 +270,8 @@ class Reader:
         """
         self.span = None
         self._begin(hearing, next(leaves(outputs)).device)
-        own, answers = self._own(criterion, outputs, targets, recall, measurement, known)
-        reading = self._agree_on_reading(own, answers, recall.computed[-1].summed)
+        own, answers = self._own(criterion, outputs, targets, record, measurement, known)
+        reading = self._agree_on_reading(own, answers, record.computed[-1].summed)
         if self.is_silent:
             return None, hearing
         labels = hearing.labels if reading is None else self.generator.get_state()
@@ -341,7 +341,7 @@ class Reader:
         criterion: Criterion,
         outputs: Any,
         targets: Any,
-        recall: Recall,
+        record: BatchRecord,
         measurement: Estimate | None,
         known: Set[str] | None,
     ) -> tuple[Reading, dict[str, bool]]:
@@ -351,14 +351,14 @@ class Reader:
         if criterion.errors is not None:
             self.errors = find_error_size(criterion, outputs, taken)
         calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
-        loss = recall.computed[-1]
+        loss = record.computed[-1]
         self.silent = self.processes.size > 1 and loss.rows == 0
         # where no target counts, the others' do: the layers' inputs are told, and slopes are zero
         weights = rows.new_zeros(len(rows)) if self.silent else criterion.weights(widen(outputs), targets)
         scale = loss.divisor or (0.0 if math.isnan(loss.count) else loss.count)
         self.counts = len(rows), scale, float(row_weights(weights).sum()) if self.processes.size > 1 else 1.0
         apart = self.processes.size > 1 and scale not in (0, len(rows))  # alike here, and others than elsewhere
-        may_count = known is not None and may_be_examples(rows, recall)
+        may_count = known is not None and may_be_examples(rows, record)
         uneven = may_count and (apart or bool((weights != weights[0]).any()))
         if known is not None and self._hears_all(known, calls, uneven):
             layers = collect_inputs([call for call in calls if call.inputs.numel()])
@@ -371,18 +371,18 @@ class Reader:
             return self._pass_over(measurement), {}
         try:
             passed, own, slopes = self._pass(
-                criterion, outputs, targets, rows, weights, calls, recall, measurement, asking
+                criterion, outputs, targets, rows, weights, calls, record, measurement, asking
             )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ValueError(REENTRANT) from error
             if not runs_once(error) or not self.layers.known:
                 raise
-            if recall.find_pass() is None:
+            if record.find_pass() is None:
                 raise ValueError(RUNS_ONCE) from error
-            return self._replay_pass(criterion, outputs, recall, len(rows))
+            return self._replay_pass(criterion, outputs, record, len(rows))
         if self.layers.known and not taken and all(isinstance(call, MatrixProduct) for call in passed.taps):
-            return self._replay_pass(criterion, outputs, recall, len(rows))
+            return self._replay_pass(criterion, outputs, record, len(rows))
         exact = isinstance(self.estimate, ExactLabels)
         heard = hear(
             passed,
@@ -425,14 +425,14 @@ class Reader:
         rows: Tensor,
         weights: Tensor,
         calls: list[Tap],
-        recall: Recall,
+        record: BatchRecord,
         measurement: Estimate | None,
         asking: bool,
     ) -> tuple[Pass, int, list[list[Tensor | None]]]:
         """The pass with the derivatives at its taps, how many cotangents are the statistics', and all slopes."""
         held = set[str]() if asking else {name for names in self.layers_by_names(self.trusted) for name in names}
         watched = {name: p for name, p in self.leaves.items() if name not in held and p.requires_grad}
-        examples, calls = self._place_calls(criterion, outputs, rows, calls, recall)
+        examples, calls = self._place_calls(criterion, outputs, rows, calls, record)
         # labels y ~ p(y | outputs), and their scores s with E[s s^T] = M (Martens & Grosse 2015, section 5)
         drawn = [self._cotangents(self.estimate, criterion, outputs, targets, weights, examples)]
         span = self._line_up(examples.count, len(drawn[0]))
@@ -499,12 +499,12 @@ class Reader:
         return [*find_products(rows, wanted, self.leaves)]
 
     def _place_calls(
-        self, criterion: Criterion, outputs: Any, rows: Tensor, calls: list[Tap], recall: Recall
+        self, criterion: Criterion, outputs: Any, rows: Tensor, calls: list[Tap], record: BatchRecord
     ) -> tuple[Examples, list[Tap]]:
         """What the examples are, and the calls with their places: asked once per shapes, and at every 64th reading."""
         tree, family = map_tensors(outputs, torch.detach), criterion.family
         count = max(len(next(leaves(outputs))), 1)
-        inputs = [] if recall.last is None else recall.last.call.tensors()
+        inputs = [] if record.last is None else record.last.call.tensors()
         batch = count if len(rows) % count == 0 else 1
         known = partial(partitions, tree, rows.detach(), family.rows, family.mv, batch, inputs)
         shapes = [tuple(t.shape) for t in (*leaves(tree), *inputs)]
@@ -649,10 +649,10 @@ class Reader:
         return claimed.issuperset(self.named)
 
     def _replay_pass(
-        self, criterion: Criterion, outputs: Any, recall: Recall, rows: int
+        self, criterion: Criterion, outputs: Any, record: BatchRecord, rows: int
     ) -> tuple[Reading, dict[str, bool]]:
         """From one more pass, as a pure function: graphs compiled before there were taps let nobody listen."""
-        last = recall.find_pass()
+        last = record.find_pass()
         if last is None:
             raise ValueError(
                 "no statistics: no layer of the model ran in training mode since the last step; call "
@@ -660,10 +660,10 @@ class Reader:
                 f"like) before optimizer.loss(outputs, targets); {COMPILED}, or give the optimizer the compiled model"
             )
         with last.modes_of(self.model), run_uncompiled():
-            loss = recall.follow(outputs)
+            loss = record.follow(outputs)
             data = loss.data()
             statistics = hear_metric(
-                fisher(self.model, criterion, outputs=loss.settle(self.model, self.named, recall.outputs)),
+                fisher(self.model, criterion, outputs=loss.settle(self.model, self.named, record.outputs)),
                 self.named,
                 Labelled(data.inputs, data.targets),
                 self.estimate,
@@ -684,9 +684,9 @@ def widen(outputs: Any) -> Any:
     return map_tensors(outputs, lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
 
 
-def may_be_examples(rows: Tensor, recall: Recall) -> bool:
+def may_be_examples(rows: Tensor, record: BatchRecord) -> bool:
     """Whether the rows of the outputs may be the examples, as far as the model's own inputs tell."""
-    inputs = [] if recall.last is None else recall.last.call.tensors()
+    inputs = [] if record.last is None else record.last.call.tensors()
     return len(rows) > 0 and (not inputs or any(t.dim() > 0 and len(t) == len(rows) for t in inputs))
 
 

@@ -92,7 +92,7 @@ def trace_reshapes(outputs: Tensor) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Outside:
+class OutsideLosses:
     """What losses that the metric does not know of do to each block, and the curvature that was seen of them.
 
     The step (G + damping I)^-1 m is as long as 1 / damping along directions that only another loss depends on, where G
@@ -134,7 +134,7 @@ class Outside:
         unit: float,
         processes: Processes,
         doubt: Callable[[], None],
-    ) -> Outside:
+    ) -> OutsideLosses:
         """The blocks that a loss besides `opt.loss` reaches, and its curvature there.
 
         own: what `opt.loss` put into the gradient. gradients: the whole one, in any unit: it may have been unscaled, or
@@ -188,23 +188,23 @@ class Outside:
                 "ng.hessian_free and its like with all of it: optimizer.step(closure), whose closure returns the sum",
                 stacklevel=2,
             )
-        return Outside(levels, updates, last, self.warned or bool(held or reached))
+        return OutsideLosses(levels, updates, last, self.warned or bool(held or reached))
 
     def save(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {"levels": dict(self.levels), "last": {name: list(pair) for name, pair in self.last.items()}}
 
     @staticmethod
-    def load(saved: Mapping[str, Any] | None, named: Mapping[str, Tensor], updates: int, warned: bool) -> Outside:
+    def load(saved: Mapping[str, Any] | None, named: Mapping[str, Tensor], updates: int, warned: bool) -> OutsideLosses:
         """From `save()`, on the parameters' devices; None in older checkpoints."""
         if saved is None:
-            return Outside(updates=updates, warned=warned)
+            return OutsideLosses(updates=updates, warned=warned)
         last = {
             name: (place.to(named[name].device, copy=True), slope.to(named[name].device, copy=True))
             for name, (place, slope) in saved["last"].items()
             if name in named
         }
-        return Outside(dict(saved["levels"]), updates, last, warned)
+        return OutsideLosses(dict(saved["levels"]), updates, last, warned)
 
 
 class OwnGradients:
@@ -573,7 +573,7 @@ class State:
     length: Length = Length()
     noise: Noise = Noise()
     hearing: Hearing = Hearing()
-    outside: Outside = Outside()
+    outside: OutsideLosses = OutsideLosses()
     guard: Guard = Guard()
 
     @property
@@ -673,7 +673,7 @@ class State:
             length=part(Length, excess=excess if excess is not None and bool(excess > 0) else None),
             noise=part(Noise, signal=tuple(clock.get("signal", (0.0, 0.0, 0.0)))),
             hearing=hearing,
-            outside=Outside.load(extra.get("outside"), named, updates, warned),
+            outside=OutsideLosses.load(extra.get("outside"), named, updates, warned),
             guard=Guard.load(extra.get("wild"), extra.get("inputs"), **counts, square=square, weight=weight),
         )
 

@@ -46,7 +46,7 @@ from natgrad.optim.objective import (
     replaying,
 )
 from natgrad.optim.options import BlockOptions, BlockSettings, read_settings, with_options
-from natgrad.optim.passes import Loss, Recall, function_of, listen
+from natgrad.optim.passes import BatchRecord, Loss, function_of, listen
 from natgrad.optim.processes import Owners, check_share, meet, refuse_trials, weigh_loss
 from natgrad.optim.reading import Reader, release
 from natgrad.optim.report import StateReport, state_report
@@ -153,10 +153,10 @@ class StructuredNaturalGradient(ModelOptimizer):
         refuse_trials(model, self.rule if self.rule.needs_loss else self.damping if self.damping.needs_ratio else None)
         check_select(chosen.outputs)
         refuse_maximize(chosen.maximize, processes.size)
-        recall = Recall(chosen.outputs, maximize=chosen.maximize)
-        recall.begins = weakref.WeakMethod(self._follow_groups)
+        record = BatchRecord(chosen.outputs, maximize=chosen.maximize)
+        record.begins = weakref.WeakMethod(self._follow_groups)
         named = dict[str, Tensor]()  # what the groups hold, in the model's order
-        self._live = Live(named, recall, processes, State())
+        self._live = Live(named, record, processes, State())
         momentum = 0.0 if isinstance(self.rule, Momentum) else 0.9
         momentum = momentum if chosen.momentum is None else chosen.momentum
         defaults = {"lr": lr, "momentum": momentum, "damping": self.damping.initial(), **self.rule.options}
@@ -166,7 +166,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         averages = Averages(structure, named, Owners(processes, *check_share(chosen.share)))
         known = (self.rule, self.damping, processes, bounded_below(loss), self.damping.every or JUDGED_EVERY)
         self._flow = BlockFlow(loss, reader, averages, Choices(*known, invert_every=self.invert_every))
-        hook = listen(self.model, recall, traceable=True, in_eval=self.train_in_eval)
+        hook = listen(self.model, record, traceable=True, in_eval=self.train_in_eval)
         self._live.finalizer = weakref.finalize(self, release, reader, hook)
 
     # what the user calls around a step
@@ -183,7 +183,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _settle(self) -> None:
         settings, leaves = self._list_alike(), self._flow.reader.leaves
         self._live.processes.settle(self.model, self._live.named, self.structure, settings, leaves)
-        refuse_maximize(self._live.recall.maximize, self._live.processes.size)
+        refuse_maximize(self._live.record.maximize, self._live.processes.size)
 
     def _list_alike(self) -> Generator[object]:
         """What must be alike on all processes, besides the structure."""
@@ -199,13 +199,13 @@ class StructuredNaturalGradient(ModelOptimizer):
         rows, state = count_rows(self.criterion, outputs), live.state
         needed = flow.choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)
         weight = weigh_loss(live.processes, self.criterion, outputs, targets, value, live.processes.averages)
-        live.recall.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
+        live.record.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
         pending.nats = self.criterion.nats(outputs)
         if flow.reader.taps.armed:
             update = self._begin_update()
-            if pending.losses and pending.losses[-1][0] in live.recall.losses:
+            if pending.losses and pending.losses[-1][0] in live.record.losses:
                 pending.losses = []  # those before it count: their averages need not be held
-            pending.losses.append((live.recall.computed[-1], pending.update))
+            pending.losses.append((live.record.computed[-1], pending.update))
             wanted, hearing = flow.reader.wants(update.hearing, self._list_unread(), outputs)
             if wanted:
                 self._read(replace(update, hearing=hearing), outputs, targets, value)
@@ -322,7 +322,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     def _read(self, update: BatchUpdate, outputs: Any, targets: Any, value: Tensor) -> None:
         """Read the statistics of the pass that made these outputs, if its loss is fit for them."""
         state, reader, pending = self._live.state, self._flow.reader, self._flow.pending
-        own, alone = self._live.recall.computed[-1], self._live.processes.size == 1
+        own, alone = self._live.record.computed[-1], self._live.processes.size == 1
         fit = update.guard.is_fit(float(own.value), state.step, self._flow.choices.bounded)
         if not fit:
             own.ask_count(self.criterion)
@@ -348,11 +348,11 @@ class StructuredNaturalGradient(ModelOptimizer):
         for those blocks alone that this batch does not reach.
         """
         self._settle_reading()
-        pending, recall = self._flow.pending, self._live.recall
-        if pending.update is not None and pending.batch != recall.batch and not recall.losses:
+        pending, record = self._flow.pending, self._live.record
+        if pending.update is not None and pending.batch != record.batch and not record.losses:
             pending.discarded, pending.update = {**pending.discarded, **pending.update.blocks}, None
             pending.losses = []
-        pending.batch = recall.batch
+        pending.batch = record.batch
         return self._update_so_far
 
     def _list_inputs(self, update: BatchUpdate) -> set[str] | None:
@@ -370,7 +370,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         every = max(LONGEST, self.update_every)
         measuring = measuring and is_due_to_measure(state.pace, state.step, every)
         measurement = None if not measuring or isinstance(self.structure.estimate, ExactLabels) else Sampled()
-        sources = self.criterion, outputs, targets, self._live.recall
+        sources = self.criterion, outputs, targets, self._live.record
         reading, hearing = flow.reader.read(update.hearing, *sources, measurement, known)
         if reading is None:
             flow.pending.update = replace(update, hearing=hearing).fail(not flow.reader.is_silent)
@@ -395,7 +395,7 @@ class StructuredNaturalGradient(ModelOptimizer):
 
     def _drop_unused(self) -> None:
         """Forget what was read last of losses that did not go backward, where others did."""
-        gone, pending = self._live.recall.losses, self._flow.pending
+        gone, pending = self._live.record.losses, self._flow.pending
         while gone and pending.losses and pending.losses[-1][0] not in gone:
             pending.update = pending.losses.pop()[1]
 
@@ -410,7 +410,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         due = is_due(state.pace.updated, state.step, state.is_turned, self.update_every)
         reader.arm(due, bool(self._list_unread() - state.hearing.tried))
         asks = self.rule.measures(state.is_turned) or self.rule.needs_loss or self.damping.needs_ratio
-        self._live.recall.keeps = reader.taps.armed or asks or self._options() != self.rule.options
+        self._live.record.keeps = reader.taps.armed or asks or self._options() != self.rule.options
 
     # one step
 
@@ -446,8 +446,8 @@ class StructuredNaturalGradient(ModelOptimizer):
     ) -> BlockEvidence:
         """What this batch told."""
         live, flow, pending = self._live, self._flow, self._flow.pending
-        recall, update = live.recall, self._update_so_far
-        if len(losses := recall.losses or recall.computed) > 1:
+        record, update = live.record, self._update_so_far
+        if len(losses := record.losses or record.computed) > 1:
             for loss in losses:
                 loss.ask_count(self.criterion)
         return BlockEvidence(
@@ -455,28 +455,28 @@ class StructuredNaturalGradient(ModelOptimizer):
             gradients={name: dense(p) for name, p in active.items()},
             losses=losses,
             nats=pending.nats,
-            scale=recall.scale,
+            scale=record.scale,
             update=update,
             values=WholeTensors(live.named),
             settings=settings,
             late=flow.reader.due and not update.taken,
-            own=OwnGradients() if recall.is_stale else pending.own,  # the rest is of another batch then
+            own=OwnGradients() if record.is_stale else pending.own,  # the rest is of another batch then
             trial=partial(self._open_trial, active, called),
-            batch=BatchForm(self.model, self.criterion, recall, live.named, live.processes, pending.nats),
-            examples=recall.count_examples,
+            batch=BatchForm(self.model, self.criterion, record, live.named, live.processes, pending.nats),
+            examples=record.count_examples,
             check_followed=self._check_followed,
         )
 
     def _check_followed(self) -> None:
         """ValueError where a gradient that the statistics lack comes from the outputs all the same."""
-        named, recall = self._live.named, self._live.recall
+        named, record = self._live.named, self._live.record
         if any_split(named.values()):  # a pass at other leaves has no place in a model in parts
             return
-        with replaying(self.model, recall), torch.enable_grad():
-            for loss in recall.used_losses():
+        with replaying(self.model, record), torch.enable_grad():
+            for loss in record.used_losses():
                 leaves = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
                 try:
-                    select = loss.settle(self.model, named, recall.outputs)
+                    select = loss.settle(self.model, named, record.outputs)
                     rows = self.criterion.family.rows(function_of(self.model, loss.data(), select)(leaves))
                 except (ValueError, NotImplementedError, RuntimeError):  # as where a step is measured: it is not known
                     continue
@@ -485,8 +485,8 @@ class StructuredNaturalGradient(ModelOptimizer):
     @contextmanager
     def _open_trial(self, active: dict[str, Tensor], called: Called, asks: object) -> Generator[Objective]:
         """The loss of this step at other parameters."""
-        with replaying(self.model, self._live.recall):
-            yield objective_of_blocks(self.model, self.criterion, self._live.recall, active, called, asks)
+        with replaying(self.model, self._live.record):
+            yield objective_of_blocks(self.model, self.criterion, self._live.record, active, called, asks)
 
     def _write_dampings(self, dampings: Mapping[str, float]) -> None:
         if dampings:

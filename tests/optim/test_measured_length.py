@@ -43,7 +43,7 @@ def move(opt: Any, model: nn.Module, x: Any = X, y: Any = Y) -> Tensor:
 
 def measure_form(opt: Any, outputs: Tensor, targets: Any, vector: Tensor, params: Any) -> Tensor:
     """The form along a step of all parameters, from what the optimizer reads in one pass."""
-    opt._live.recall.record_loss(opt.criterion, outputs, targets, outputs.sum())
+    opt._live.record.record_loss(opt.criterion, outputs, targets, outputs.sum())
     reading, step = read_pass(opt, outputs, targets), ng.Space(params).unflatten(vector)
     assert set(squares_and_sums(reading, step, params)[2]) == set(params)
     return pool_form(reading, step, {}, params, Processes())[0] / reading.all_rows

@@ -136,7 +136,7 @@ def test_a_trial_loss_is_the_loss_that_was_told_at_other_parameters(name):
     value = evaluate(model, opt.loss)
     value.backward()
     params = dict(trainable(model))
-    objective = replay_losses(model, opt.criterion, opt._live.recall, params, Space(params))
+    objective = replay_losses(model, opt.criterion, opt._live.record, params, Space(params))
     assert objective.before == pytest.approx(float(value.detach()), rel=1e-12)
     step = draw(Space(params).size, seed=9)
     found, slope = objective.gradient(step)

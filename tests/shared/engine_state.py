@@ -46,7 +46,7 @@ def change_state(opt: Any, part: str = "", **values: Any) -> None:
 
 def read_pass(opt: Any, outputs: Any, targets: Any) -> Reading:
     """The statistics of a pass whose loss was computed with `opt.loss` already."""
-    reading, _ = opt._flow.reader.read(opt._live.state.hearing, opt.criterion, outputs, targets, opt._live.recall)
+    reading, _ = opt._flow.reader.read(opt._live.state.hearing, opt.criterion, outputs, targets, opt._live.record)
     assert reading is not None
     return reading
 
