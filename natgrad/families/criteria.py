@@ -353,7 +353,7 @@ class Criterion:
         """
         if targets is not None:
             targets = self.weigh_targets(outputs, targets)
-        if isinstance(targets, Weighed) and bool(targets.weights.isnan().any()):
+        if isinstance(targets, Weighed) and not bool(targets.weights.sum() > 0):  # NaN where no target counts
             return 0.0
         return float(self._weigh_rows(outputs, targets)[1])
 

@@ -210,7 +210,7 @@ class NaturalGradient(ModelOptimizer):
         rows = count_rows(self.criterion, outputs)
         weight = weigh_loss(self._live.processes, self.criterion, outputs, targets, value)
         self._live.record.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen)
-        self._live.record.computed[-1].ask_count(self.criterion)
+        self._live.record.computed[-1].ask_count()
 
     def _labels(self) -> torch.Generator | None:
         return getattr(self.metric, "generator", None)

@@ -412,6 +412,7 @@ class RecordedPass:
 class Loss:
     """One loss in units of its mean."""
 
+    criterion: Criterion  # what it is
     value: Tensor  # of the mean
     rows: int  # what it weighs: its rows; 0 where no target counts
     scale: float  # what the criterion's value was divided by to be a mean
@@ -452,10 +453,10 @@ class Loss:
             return 0.0
         return (0.0 if math.isnan(self.count) else self.count) or self.divisor or float(self.rows)
 
-    def ask_count(self, criterion: Criterion) -> None:
+    def ask_count(self) -> None:
         """Count the targets that it is a mean over, where nobody did. Those written over since stay uncounted."""
         if math.isnan(self.count) and self.outputs is not None and self.versions == versions_of(Call((self.targets,))):
-            self.count = criterion.count(self.outputs, self.targets)
+            self.count = self.criterion.count(self.outputs, self.targets)
             self.rows = self.rows if self.count else 0
 
     def check(self) -> None:
@@ -713,7 +714,7 @@ class BatchRecord:
         if self.observed is not None:
             return self.observed
         # drawn: consecutive examples were seen to be alike and trained worse
-        return self.whole() if size is None else part(self.whole(), size, seed)
+        return self.whole() if size is None else self._draw(size, seed)
 
     def search_data(self, size: int | None, seed: int) -> Data | None:
         """For trial points: what was given, else `size` examples of the pass; None for all of it.
@@ -727,7 +728,19 @@ class BatchRecord:
                 "search_batch draws from the batch of optimizer.loss(outputs, targets): compute the loss with it, or "
                 "give the data with optimizer.search_on(inputs, targets)"
             )
-        return part(self.whole(), size, seed, last=True)
+        return self._draw(size, seed, last=True)
+
+    def _draw(self, size: int, seed: int, last: bool = False) -> Data:
+        """`size` examples of the pass (`part`); all of it where no target of these counts."""
+        data, loss = self.whole(), self.last_told
+        drawn = part(data, size, seed, last)
+        if loss is None or data.targets is None:
+            return drawn
+        call = Call((data.inputs, data.targets, loss.outputs))
+        if any(t.dim() == 0 or len(t) != call.batch() for t in leaves(loss.outputs)):
+            return drawn
+        _, targets, outputs = call.sample(size, seed, last).args
+        return drawn if loss.criterion.count(outputs, targets) else data
 
     def record_pass(self, model: nn.Module, call: Call) -> None:
         """Keep the inputs of a forward pass, detached, and the random state before it."""
@@ -806,7 +819,7 @@ class BatchRecord:
         """Count a loss once it goes backward, whatever mode its pass was in."""
         scale = float(criterion.scale(map_tensors(outputs, torch.detach), targets))
         # without a single target that counts, reduction='sum' adds nothing to the gradient, and nothing to the mean
-        loss = Loss(value.detach() / scale, rows if scale else 0, scale, criterion.summed)
+        loss = Loss(criterion, value.detach() / scale, rows if scale else 0, scale, criterion.summed)
         self._going = False  # an error may have ended it
         if self._were_cleared():
             self.forget_gradients()

@@ -325,7 +325,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         own, alone = self._live.record.computed[-1], self._live.processes.size == 1
         fit = update.guard.is_fit(float(own.value), state.step, self._flow.choices.bounded)
         if not fit:
-            own.ask_count(self.criterion)
+            own.ask_count()
         with reader.passes.run(fit, own.rows):
             # NaN too where no target counts; the other processes go on without this one's rows then
             if fit or not (alone or own.rows):
@@ -449,7 +449,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         record, update = live.record, self._update_so_far
         if len(losses := record.losses or record.computed) > 1:
             for loss in losses:
-                loss.ask_count(self.criterion)
+                loss.ask_count()
         return BlockEvidence(
             averages=flow.averages,
             gradients={name: dense(p) for name, p in active.items()},

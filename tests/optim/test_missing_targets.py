@@ -212,6 +212,23 @@ def test_positions_may_be_missing_in_a_part_of_the_batch():
     assert opt.state_report().failures == 0
 
 
+@pytest.mark.parametrize(
+    "criterion", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum"), ng.Masked(ng.Categorical())]
+)
+def test_parts_are_drawn_again_as_a_whole_where_no_target_of_theirs_counts(criterion: Any):
+    model, x = build_seeded(partial(nn.Linear, 3, 4)), draw(40, 3)
+    labels = torch.where(torch.arange(40) % 20 == 0, 1, -100)
+    opt = ng.hessian_free(model, criterion, metric_batch=3, search_batch=3)
+    losses = []
+    for _ in range(8):
+        opt.zero_grad()
+        losses.append(opt.loss(model(x), labels))
+        losses[-1].backward()
+        opt.step()
+    assert losses[-1].item() < 0.5 * losses[0].item()
+    assert opt.state_report().failures == 0
+
+
 def test_an_empirical_metric_is_of_the_scores_that_are_there():
     scene, model = DATA["of both heads"], mlp(3, 4, 5)
     metric = ng.empirical_fisher(model, scene.criterion).at(trainable(model), (X, scene.targets))
