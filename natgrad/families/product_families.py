@@ -99,7 +99,14 @@ class Product(ExponentialFamily):
 
     def draw(self, theta: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
         pairs = zip(self.families, self.parts(theta), strict=True)
-        return torch.cat([family.draw(part, count, generator) for family, part in pairs], dim=-1)
+        draws = [family.draw(part, count, generator) for family, part in pairs]
+        for family, width, x in zip(self.families, self.widths, draws, strict=True):
+            if x.shape != (shape := (count, *theta.shape[:-1], width)):
+                raise ValueError(
+                    f"families has the pair ({family!r}, {width}), and {count} draws of it have shape "
+                    f"{tuple(x.shape)}, expected {shape}: give the width of its x, which needs one axis"
+                )
+        return torch.cat(draws, dim=-1)
 
     def outcomes(self, theta: Tensor) -> Tensor:
         parts = self._ask("outcomes", self.parts(theta))

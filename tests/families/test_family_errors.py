@@ -65,6 +65,7 @@ PAIR = ng.Product((ng.Gamma(), 1), (ng.Ising(2), 2))
         (lambda: ng.SubModel(NORMAL, [0], base=torch.ones(8)), ("base has shape (8,)",)),
         (lambda: ng.Product(ng.Gamma(), NORMAL), ("families are [Gamma(), MultivariateNormal(3)]", "pairs")),
         (lambda: ng.Product((ng.Gamma(), 0)), ("width is 0", ">= 1")),
+        (lambda: ng.Product((ng.Bernoulli(2), 3)).sample(draw(2), 4), ("(Bernoulli(2), 3)", "(4, 2)", "(4, 3)")),
         (lambda: PAIR.entropy(torch.ones(5)), ("outside", "Gamma(): theta = (shape - 1, -rate)")),
         (lambda: ng.Dirichlet(2).statistics(torch.tensor([1, 0])), ("sum 1",)),
         (lambda: ng.SubModel(NORMAL, [0], base=torch.ones(9)), ("base", "zero")),
