@@ -347,10 +347,10 @@ class Reader:
     ) -> tuple[Reading, dict[str, bool]]:
         """What this process read, and of each layer whether it explains its parameters' gradients."""
         rows = criterion.family.rows(outputs)
-        taken = self.taps.find_calls(rows)
+        recorded = self.taps.find_calls(rows)
         if criterion.errors is not None:
-            self.errors = find_error_size(criterion, outputs, taken)
-        calls = [c.gather() for c in [*(c for c in taken if not self._refuses(c.layer)), *self._products(rows)]]
+            self.errors = find_error_size(criterion, outputs, recorded)
+        calls = [c.gather() for c in [*(c for c in recorded if not self._refuses(c.layer)), *self._products(rows)]]
         loss = record.computed[-1]
         self.silent = self.processes.size > 1 and loss.rows == 0
         # where no target counts, the others' do: the layers' inputs are told, and slopes are zero
@@ -381,7 +381,7 @@ class Reader:
             if record.find_pass() is None:
                 raise ValueError(RUNS_ONCE) from error
             return self._replay_pass(criterion, outputs, record, len(rows))
-        if self.layers.known and not taken and all(isinstance(call, MatrixProduct) for call in passed.taps):
+        if self.layers.known and not recorded and all(isinstance(call, MatrixProduct) for call in passed.taps):
             return self._replay_pass(criterion, outputs, record, len(rows))
         exact = isinstance(self.estimate, ExactLabels)
         heard = hear(
