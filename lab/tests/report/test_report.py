@@ -116,11 +116,11 @@ def test_the_page_says_what_was_done(part, page):
 
 
 def test_a_race_is_told_when_all_have_finished_a_task(folder, part, tmp_path):
-    whole, outcome = (read_outcome(BOTH, each) for each in (folder, part))
-    assert (whole.missing, outcome.missing) == (0, 5)
-    assert [section.title for section in whole.story.sections] == [task.title for task in TASKS]
+    complete, outcome = (read_outcome(BOTH, each) for each in (folder, part))
+    assert (complete.missing, outcome.missing) == (0, 5)
+    assert [section.title for section in complete.story.sections] == [task.title for task in TASKS]
     assert [section.title for section in outcome.story.sections] == [TASKS[0].title]
-    (overview,) = whole.story.files
+    (overview,) = complete.story.files
     assert len(draw(overview.draw, overview.size).axes) == 4
     empty = Folder(shutil.copytree(part.path, tmp_path / "race"))
     for path in empty.records.glob("rings-adam*"):
