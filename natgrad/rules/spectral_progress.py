@@ -38,11 +38,12 @@ class SpectralProgress(Rule):
     sqrt(outputs)) in Frobenius norm. Three things change that length. (1) Progress: r = <g, d'> / <n', d'> of the last
     step d' and the mean n' that it was made of is 1 where the slope along d' is still what it was, and below 0 where
     the step went past the lowest point. The logarithm of the layer's length grows by progress * clip(r / rms r, -1, 1)
-    / (1 + (k / fades)^2) at step k, and it is at most sqrt(examples / few) of its usual one, since noise falls by that.
-    (2) The loss: together the steps change a loss that is at least 0 by no more than `kl_share` of it to first order,
-    up or down, as Polyak's step lets it fall. (3) Rows: inputs of little variance are scaled up only as far as the T
-    rows of a step tell them from noise: inputs / T takes the place of the damping where that is more, and R is longer
-    then, so that inputs of mean size move as before.
+    / (1 + (k / fades)^2) at step k, and it is at most sqrt(examples / few) of its usual one, since noise falls by that;
+    it starts at the usual one, or at half of the most where that is longer. (2) The loss: together the steps change a
+    loss that is at least 0 by no more than `kl_share` of it to first order, up or down, as Polyak's step lets it fall.
+    (3) Rows: inputs of little variance are scaled up only as far as the T rows of a step tell them from noise: inputs /
+    T takes the place of the damping where that is more, and R is longer then, so that inputs of mean size move as
+    before.
 
     Where progress is followed, a layer of 256 outputs and inputs or more that sees fewer rows than inputs takes each
     direction twice, the second time by min(1, <n, d'> / <n', d'>) of its length: it costs more than the gradient there.
@@ -169,7 +170,7 @@ class SpectralProgress(Rule):
         sure = (ratio / square.sqrt().clamp(min=TINY)).clamp(-1, 1)
         most = ((stacks[0].examples or self.few) / self.few) ** 0.5
         growth = self.progress / (1 + ((stacks[0].steps + 1) / self.fades) ** 2)
-        before = gather("scale", min(1.0, most))
+        before = gather("scale", min(most, max(1.0, most / 2)) if math.isfinite(most) else 1.0)
         # one batch of a few examples, as at the end of an epoch, makes its own step shorter and no other
         scale = torch.minimum(before * torch.exp(growth * sure), before.clamp(min=most))
         counts = [len(stack.mean) for stack in stacks]

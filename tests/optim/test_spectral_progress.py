@@ -122,7 +122,7 @@ def test_blocks_in_a_stack_move_as_each_alone() -> None:
 
 
 def test_lengths_grow_while_the_slope_stays_and_shrink_where_it_turned() -> None:
-    rule, gradient = SpectralProgress(few=1.0), draw(1, 4, 6)
+    rule, gradient = SpectralProgress(), draw(1, 4, 6)
 
     def follow(sign: float) -> float:
         _, memory = rule.shape(make_point(gradient, examples=100.0))
@@ -163,9 +163,12 @@ def test_the_second_step_along_a_direction_is_shorter_by_as_much_as_the_slope_ha
 
 
 def test_lengths_go_to_the_root_of_the_examples_over_few_and_no_further() -> None:
+    """From the usual one, or from half of that root."""
     rule, gradient = SpectralProgress(fades=1e6), draw(1, 4, 6)
-    for examples, most in ((2.0, 0.25), (32.0, 1.0), (128.0, 2.0), (0.0, 1.0)):  # 0 where nobody counts them
-        memory = dict[str, Tensor]()
+    cases = ((2.0, 0.25, 0.25), (32.0, 1.0, 1.0), (128.0, 1.0, 2.0), (800.0, 2.5, 5.0), (0.0, 1.0, 1.0))
+    for examples, start, most in cases:  # 0 where nobody counts them
+        memory = rule.shape(make_point(gradient, examples=examples))[1]
+        assert float(memory["scale"]) == pytest.approx(start)
         for step in range(30):
             _, memory = rule.shape(make_point(gradient, memory, steps=step, examples=examples))
         assert float(memory["scale"]) == pytest.approx(most)
