@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from benchmarks.step_workloads import SUITES, WORKLOADS
+from benchmarks import step_workloads, unseen_workloads
 from benchmarks.tables import ChosenTables, print_table, write_spread
 from benchmarks.variants import check_names
 from natgrad_lab.experiments import Choice, Contestant, Experiment, LabError, Task, contestants, interruptible, race
@@ -35,6 +35,8 @@ from natgrad_lab.experiments.race_summary import Record, choose, final, read_run
 from natgrad_lab.experiments.records import FinishedPiece, Folder
 from natgrad_lab.figures import draw, save
 
+WORKLOADS = step_workloads.WORKLOADS | unseen_workloads.UNSEEN
+SUITES = step_workloads.SUITES | {"unseen": unseen_workloads.SUITE}
 METHODS = ("kfac", "adam", "muon", "soap", "sgd")  # who races where nobody is named
 OUT = Path("runs/step")
 HEADS = ("rate", "loss of the last batches", "training loss", "test loss", "steps", "seconds")
