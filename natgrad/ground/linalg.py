@@ -29,17 +29,21 @@ def invert_or_nan(matrix: Tensor) -> Tensor:
 def solve_or_nan(matrix: Tensor, rhs: Tensor, *, left: bool = True) -> Tensor:
     """A^-1 B for (..., n, n) and B (..., n, k) or (n,), or B A^-1; NaN where A is singular or not finite.
 
-    A solution that overflows is NaN, that vector alone. With gradients, and within torch.func; but vmap of the forward
-    derivative of torch.linalg.solve is wrong (torch 2.13).
+    A solution that overflows is NaN, that vector alone. With gradients, and within torch.func by the inverse: vmap of
+    the forward derivative of torch.linalg.solve is wrong (torch 2.13).
     """
     if rhs.dim() == 1:
         return solve_or_nan(matrix, rhs.unsqueeze(-1)).squeeze(-1)
     rhs = rhs[(None,) * (matrix.dim() - rhs.dim())]  # torch reads (b, n) beside (b, n, n) as one vector per matrix
     check_precision(MATRIX, matrix.dtype, CONVERT)
-    solution, info = torch_linalg.solve_ex(matrix, rhs, left=left)
-    sound = ((info == 0) & _finite(matrix))[..., None, None]
+    if is_concrete(matrix) and is_concrete(rhs):
+        solution, info = torch_linalg.solve_ex(matrix, rhs, left=left)
+        solution = torch.where(((info == 0) & _finite(matrix))[..., None, None], solution, torch.nan)
+    else:
+        inverse = invert_or_nan(matrix)
+        solution = inverse @ rhs if left else rhs @ inverse
     finite = torch.isfinite(solution.detach()).all(-2 if left else -1, keepdim=True)
-    return torch.where(sound & finite, solution, torch.nan)
+    return torch.where(finite, solution, torch.nan)
 
 
 def factor_or_nan(matrix: Tensor) -> Tensor:
