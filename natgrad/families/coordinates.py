@@ -13,6 +13,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.normal import DiagonalNormal, MultivariateNormal
 from natgrad.families.positive_families import Beta, Dirichlet, Exponential
 from natgrad.families.symmetric_matrices import factor_covariance, inverse_from
+from natgrad.ground.derivatives import jacobians
 from natgrad.ground.linalg import is_concrete, require_solution
 from natgrad.ground.pure import compute_exactly, leave_autocast
 from natgrad.ground.typed_torch import Map
@@ -65,10 +66,8 @@ class Coordinates(ABC):
         Args:
             xi: These coordinates, shape (..., n).
         """
-        flat = xi.reshape(-1, xi.shape[-1])
-        jacobian = torch.func.vmap(torch.func.jacrev(self.natural))(flat)
-        matrices = jacobian.mT @ self.family.covariance(self.natural(flat)) @ jacobian
-        return matrices.view(*xi.shape, xi.shape[-1])
+        jacobian = jacobians(self.natural, xi)
+        return jacobian.mT @ self.family.covariance(self.natural(xi)) @ jacobian
 
     def vector_to_natural(self, xi: Tensor, vector: Tensor) -> Tensor:
         """d theta = J d xi, shape (..., n).

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.families import ExponentialFamily, Ising
+from natgrad.ground.derivatives import jacobians
 from natgrad.ground.linalg import invert_or_nan
 
 
@@ -34,10 +35,7 @@ class FlowCoordinates:
         Args:
             xi: Shape (..., n).
         """
-        if self.jacobian is not None:
-            return self.jacobian(xi)
-        flat = xi.reshape(-1, xi.shape[-1])
-        return torch.func.vmap(torch.func.jacrev(self.theta))(flat).view(*xi.shape, xi.shape[-1])
+        return jacobians(self.theta, xi) if self.jacobian is None else self.jacobian(xi)
 
 
 def natural_coordinates(family: ExponentialFamily) -> FlowCoordinates:

@@ -177,6 +177,13 @@ def cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
     return half @ half.mH if upper else half.mH @ half
 
 
+def jacobians(function: Map, points: Tensor) -> Tensor:
+    """d f / d x at every point x (..., n) of a map (..., n) -> (..., m) of batches, shape (..., m, n)."""
+    values, pull, *_ = torch.func.vjp(function, points)
+    units = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
+    return torch.func.vmap(lambda unit: pull(unit.expand_as(values))[0], out_dims=-2)(units)
+
+
 # Linear maps whose products are all that is known of them
 
 

@@ -108,6 +108,7 @@ def test_the_fisher_matrix_follows_the_jacobian_rule(name):
     check_operator(operator)
     assert_close(operator.dense(), expected, rtol=1e-8, atol=1e-9)
     assert_close(coordinates.covariance(xi), expected, rtol=1e-8, atol=1e-9)
+    assert coordinates.covariance(xi.expand(2, 0, -1)).shape == (2, 0, *expected.shape)
     inverse = operator.inverse(0.0)
     if inverse is not None:
         assert_close(inverse.dense() @ expected, torch.eye(len(xi), dtype=F64), rtol=0, atol=1e-7)

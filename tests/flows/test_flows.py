@@ -248,3 +248,4 @@ def test_the_slope_of_mean_and_log_deviation_is_the_derivative():
     chart = choose_chart(MultivariateNormal(1))
     points = torch.stack([point(0.3, -0.7), point(-2.0, 0.4)])
     assert_close(chart.slope(points), torch.func.vmap(torch.func.jacrev(chart.theta))(points))
+    assert chart.slope(points[:0]).shape == (0, 2, 2)
