@@ -363,9 +363,6 @@ class Tiled(Operator, packed_as="tiled"):
     def diagonal(self) -> Tensor:
         return join_tiles(self.tiles.diagonal().view(self.grid), self.matrix_shape).reshape(-1)
 
-    def trace(self) -> Tensor:
-        return self.tiles.trace()
-
 
 def grid_of(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     """(k, m, s, t) of factors that broadcast to (..., s, t)."""

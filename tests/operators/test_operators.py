@@ -30,6 +30,7 @@ from natgrad.operators import (
     SharedRows,
     Spectral,
     Sum,
+    Tiled,
     Units,
     WrittenColumns,
     pack_operator,
@@ -140,6 +141,8 @@ ALL = {
     "solve of a large right factor, blocks": lambda: KroneckerSolve(spd(3, 2), torch.linalg.cholesky(spd(3, 4))),
     "corrected": lambda: Spectral(KroneckerEigen.of(spd(3), spd(4)), draw(3, 4).square()),
     "corrected, diagonal left": lambda: Spectral(KroneckerEigen.of(draw(3).square(), spd(4)), draw(3, 4).square()),
+    "tiles, the last one ends in a zero": lambda: tiles(),
+    "inverse of tiles": lambda: tiles().inverse(0.1),
     "units": lambda: Units(spd(3, 4)),
     "units, one of them zero": lambda: Units(torch.stack([spd(3), torch.zeros(3, 3, dtype=F64)])),
     "inverse of units": lambda: Units(spd(3, 4)).inverse(0.1),
@@ -161,6 +164,12 @@ ALL = {
     "arranged": arrange_layers,
     "inverse of arranged": lambda: arrange_layers().inverse(0.1),
 }
+
+
+def tiles() -> Tiled:
+    """A (x) B on a matrix (3, 3), with A cut into pieces of two rows."""
+    left = torch.stack([spd(2), torch.diag(torch.tensor([2.0, 0.0], dtype=F64))]).unsqueeze(1)
+    return Tiled.kronecker(left, spd(3), (3, 3))
 
 
 @pytest.mark.parametrize("name", ALL)
