@@ -386,7 +386,7 @@ def pseudo_square(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Tensor:
     """(A + damping I)^-1 rhs for PSD A; where A + damping I is numerically singular, the minimum-norm solution.
 
-    Cholesky if its pivots show no loss of rank, eigenvalues otherwise. Non-finite input gives non-finite output; it
+    Cholesky if its factor shows no loss of rank, eigenvalues otherwise. Non-finite input gives non-finite output; it
     does not raise.
 
     Args:
@@ -405,12 +405,32 @@ def solve_psd(matrix: Tensor, rhs: Tensor, damping: float | Tensor = 0.0) -> Ten
     if factor.failed:  # negative eigenvalues, unless it is not finite
         indefinite = rhs.dim() == 1 and all_finite(damped)
         return solve_symmetric(damped, rhs) if indefinite else torch.full_like(rhs, torch.nan)
+    return pseudo_solve(damped, rhs) if loses_rank(factor, damped) else factor.solve(rhs)
+
+
+def loses_rank(factor: Factor, matrix: Tensor) -> bool:
+    """Whether a PSD A with this Cholesky factor is numerically singular.
+
+    Args:
+        factor: Of A, not failed.
+        matrix: A, shape (n, n), of which the diagonal is read.
+    """
+    if factor.rung > 0 or not len(matrix):
+        return factor.rung > 0
     # a lost rank shows as a pivot at the round-off level of its own diagonal entry, from which the others were
     # subtracted (100: up to 30 n eps were seen); beside the largest pivot it shows the units of the entries
-    singular = factor.lower.diagonal().square() <= 100 * safe_cutoff(len(matrix), matrix.dtype) * damped.diagonal()
-    if factor.rung > 0 or bool(singular.any()):
-        return pseudo_solve(damped, rhs)
-    return factor.solve(rhs)
+    cutoff, entries = safe_cutoff(len(matrix), matrix.dtype), matrix.diagonal()
+    share = factor.lower.diagonal().square() / entries
+    least, eps = float(share.min()), torch.finfo(matrix.dtype).eps
+    if least <= 100 * cutoff or least > 100 * eps**0.5:
+        return least <= 100 * cutoff
+    # behind a pivot p that is small itself, round-off leaves eps / p: then two steps of inverse iteration from the
+    # least pivot show the least eigenvalue of A with ones on its diagonal
+    lower, start = factor.lower / entries.sqrt().unsqueeze(1), torch.zeros_like(matrix[:, :1])
+    start[share.argmin()] = 1
+    once = solve_by_root(lower, start, left=True)
+    twice = solve_by_root(lower, once / once.norm(), left=True)
+    return not float(twice.norm()) * cutoff < 1
 
 
 def psd_root(matrix: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from natgrad.ground.linalg import Factor, cholesky, pseudo_solve
+from natgrad.ground.linalg import Factor, cholesky, loses_rank, pseudo_solve
 from natgrad.operators import Operator
 from natgrad.solvers.base import FactorisedSystem, RowSolver, Solution, Solver, check_system, require_rows
 from natgrad.solvers.direct import Direct
@@ -109,7 +109,7 @@ class Factorised(FactorisedSystem):
     def _invert(self, right: Tensor) -> Tensor:
         """x from U w (n,) or w (r,); NaN where there is no factor."""
         solved = self.factor.solve(right)
-        if self.damping == 0 and self.factor.rung > 0:  # singular: the minimum-norm solution
+        if self.damping == 0 and loses_rank(self.factor, self.matrix):  # the minimum-norm solution
             lower = self.matrix.tril()
             solved = pseudo_solve(lower + lower.tril(-1).mT, right)
         return solved if self.direct else self.rows.mv(solved)

@@ -80,6 +80,14 @@ def test_solve_psd_of_a_singular_matrix_has_minimum_norm(seed):
     assert_close(solve_psd(matrix, rhs), expected, 1e-9)
 
 
+def test_a_rank_that_is_lost_behind_small_pivots_is_seen():
+    """Of 300 matrices of rank n - 1 some eight have a leading block so nearly singular that no pivot is round-off."""
+    for seed in range(300):
+        root = draw(10, 9, seed=seed)
+        rhs, inverse = root @ draw(9, seed=seed + 1000), torch.linalg.pinv(root)
+        assert_close(solve_psd(root @ root.mT, rhs), inverse.mT @ (inverse @ rhs), 1e-5)
+
+
 @pytest.mark.parametrize(
     "matrix", [spd(5), deficient(), torch.zeros(2, 2, dtype=F64), torch.stack([spd(3), spd(3, 1)])]
 )

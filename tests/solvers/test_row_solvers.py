@@ -90,6 +90,17 @@ def test_least_squares_takes_products_beyond_its_largest_matrix():
     assert_close(found.value, ng.LeastSquares().factorise(operator, 0.1).solve(WEIGHTS).value)
 
 
+@pytest.mark.parametrize("shape", [(20, 6), (6, 9)])
+def test_without_damping_a_row_that_comes_twice_gives_the_minimum_norm(shape: tuple[int, int]):
+    for seed in range(20):
+        root = draw(*shape, seed=seed)
+        root[-1] = root[0]
+        operator = NamedRows(ng.operators.LowRankOperator(torch.cat([root, root[:, :1]], dim=1)))
+        weights = draw(shape[1] + 1, seed=seed + 100)
+        solved = ng.LeastSquares().factorise(operator, 0.0).solve(weights)
+        assert_close(solved.value, torch.linalg.pinv(operator.matrix).mT @ weights, 1e-6)
+
+
 @pytest.mark.parametrize("solver", [ng.LeastSquares(), Nystrom(rank=20, rtol=1e-12), PseudoInverse(1e-3), MANY])
 @pytest.mark.parametrize("rows", [9, 60])
 def test_another_damping_is_another_system_with_the_same_rows(solver: RowSolver, rows: int):
