@@ -80,6 +80,11 @@ class MirrorDescent(Optimizer):
         choices = {"potential": potential, "projection": projection}
         super().__init__(params, {**choices, "lr": lr, "momentum": momentum, "maximize": maximize})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: torch's part, and this class's own."""
+        own = ("accidents", "_group", "_ranks", "_compared")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One more group, checked: numbers, choices, and that its parameters are in the potential's domain.
 

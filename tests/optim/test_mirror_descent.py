@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -162,15 +164,17 @@ def test_save_load_continue_is_never_having_stopped():
     schedule.step()
     opt.param_groups[0]["lr"] = np.float64(opt.param_groups[0]["lr"])
     saved = pass_through_file({"opt": opt.state_dict(), "params": params})
+    copies = [copy.deepcopy((opt, params)), pickle.loads(pickle.dumps((opt, params)))]
     train(opt, params, 3, start=3)
     others, fresh = build()
     with torch.no_grad():
         for p, q in zip(others, saved["params"], strict=True):
             p.copy_(q)
     fresh.load_state_dict(saved["opt"])
-    train(fresh, others, 3, start=3)
-    for p, q in zip(params, others, strict=True):
-        assert torch.equal(p, q)
+    for again, held in [(fresh, others), *copies]:
+        train(again, held, 3, start=3)
+        for p, q in zip(params, held, strict=True):
+            assert torch.equal(p, q)
     assert_close(params[0].sum(-1), torch.ones(2, dtype=F64))
 
 
