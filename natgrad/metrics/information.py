@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.distributions import Distribution
 
-from natgrad.ground.linalg import psd_root
+from natgrad.ground.linalg import positive_inverse, psd_root
 from natgrad.ground.messages import explain_calls, show_shape
 from natgrad.ground.pure import Call, PureModel, RandomState, as_call, copy_tensors
 from natgrad.ground.spaces import Params, name_parameters
@@ -371,12 +371,22 @@ def of_location(density: Any, of_scale: float) -> Tensor:
 
 def of_logits(density: Any, information: Callable[[Tensor], Tensor]) -> Tensor:
     """A number of p, for the logit."""
-    return (information(density.probs.detach()).sqrt() * density.logits).unsqueeze(-1)
+    return weigh(information(density.probs.detach()), density.logits).unsqueeze(-1)
+
+
+def of_rate(rate: Tensor) -> Tensor:
+    """1 / rate."""
+    return weigh(positive_inverse(rate.detach(), 0.0), rate).unsqueeze(-1)
 
 
 def of_classes(density: Any) -> Tensor:
     """diag(p) - p p^T in logits: sqrt(p) d log p."""
-    return density.probs.detach().sqrt() * density.logits
+    return weigh(density.probs.detach(), density.logits)
+
+
+def weigh(information: Tensor, parameter: Tensor) -> Tensor:
+    """sqrt(M) r; 0 where M is, as for a class that a logit of -inf rules out."""
+    return information.sqrt() * torch.where(information > 0, parameter, 0.0)
 
 
 def of_gamma(density: Any) -> Tensor:
@@ -414,7 +424,7 @@ COORDINATES: dict[type, Callable[[Any], Tensor]] = {
     ),
     distributions.Categorical: of_classes,
     distributions.OneHotCategorical: of_classes,
-    distributions.Poisson: lambda density: 2 * density.rate.sqrt().unsqueeze(-1),
+    distributions.Poisson: lambda density: of_rate(density.rate),
     distributions.Exponential: lambda density: density.rate.log().unsqueeze(-1),
     distributions.Gamma: of_gamma,
     distributions.Beta: lambda density: of_concentrations(

@@ -95,6 +95,28 @@ def test_expected_information_is_the_mean_outer_product_of_scores(name: str) -> 
     check_metric(ng.fisher(model, p), p, (X, y))
 
 
+def without(x: Tensor, value: Tensor) -> Tensor:
+    """-inf where the last column of x is zero."""
+    return torch.where(x[:, -1] > 0, value, -torch.inf)
+
+
+CERTAIN: dict[str, Callable[..., distributions.Distribution]] = {
+    "poisson": lambda p, x: distributions.Poisson(x[:, -1] * link(p, x[:, :2]).exp()),
+    "bernoulli": lambda p, x: distributions.Bernoulli(logits=without(x, link(p, x[:, :2]))),
+    "categorical": lambda p, x: distributions.Categorical(logits=torch.stack([x[:, 0], without(x, x @ p["all"])], 1)),
+}
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_rows_with_a_certain_outcome_have_no_information(name: str) -> None:
+    p, y = params(slopes=[0.4, -0.7]) if name != "categorical" else params(all=[0.4, -0.7, 0.2]), torch.zeros(len(X))
+    rows = torch.cat([X, torch.tensor([1.0, 1, 0, 1, 0, 1]).double().unsqueeze(1)], 1)
+    some = rows[:, -1] > 0
+    metric = ng.fisher(CERTAIN[name], p)
+    alone = metric.at(p, (rows[some], y[some])).dense()
+    assert_close(metric.at(p, (rows, y)).dense(), alone * some.sum() / len(X))
+
+
 def test_information_of_dirichlet_beta_and_independent_entries() -> None:
     p = params(c=[0.7, 1.5, 2.0])
     simplex = draw(4, 3).softmax(1)
