@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_number, check_range
-from natgrad.ground.linalg import eigh, gram, take_absolute
+from natgrad.ground.linalg import all_finite, eigh, gram, take_absolute
 from natgrad.ground.messages import explain_calls, write_table
 from natgrad.ground.pure import Call, copy_tensors, keep_gradient_mode, set_modes_aside
 from natgrad.ground.spaces import Params, Space, name_parameters
@@ -182,6 +182,13 @@ class Ascent:
         self.count, self.steps, self.restless, self.idle, self.rank = self.rows.batch(), 0, 0, 0, 0
         self.distance, self.value, self.edge = math.inf, math.nan, False
         self.read()
+        wrong = [name for name, part in self.space.unflatten(self.gradient).items() if not all_finite(part)]
+        if wrong:
+            raise ValueError(
+                f"the derivative of the log likelihood by {', '.join(wrong)} is not finite at the start, where its "
+                "value is: look for 0 log 0, a root of 0, or a branch of torch.where that is not finite; leave such "
+                "rows out, or start elsewhere"
+            )
 
     @property
     def params(self) -> Params:

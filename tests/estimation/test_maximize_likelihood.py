@@ -204,6 +204,15 @@ DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "nan at the start: look for a scale that is not positive",
     ),
+    "a start where there is no derivative": (
+        lambda: ng.maximize_likelihood(
+            lambda p, x: Poisson(x[:, 1].relu() * p["rate"]),
+            {"rate": torch.tensor(1.0, dtype=X.dtype)},
+            (X, torch.zeros(len(X), dtype=X.dtype)),
+        ),
+        ValueError,
+        "by rate is not finite at the start",
+    ),
     "a metric of another function": (
         lambda: ng.maximize_likelihood(logistic, START, (X, BITS), metric=ng.fisher(mixture, START)),
         ValueError,
