@@ -391,11 +391,11 @@ Part = Outer | Explicit
 
 def cross_gram(left: Outer, right: Outer) -> Tensor:
     """Inner products of row gradients with others of the same linear layer: (r, r')."""
-    (b, k, o), (c, _, _) = left.deltas.shape, right.deltas.shape
+    (b, k, o), (c, m, _) = left.deltas.shape, right.deltas.shape  # k and m rows per example
     like = left.inputs @ right.inputs.mT if left.weight else left.inputs.new_zeros(b, c)
     like = like + 1 if left.bias else like  # a column of ones is the bias's input
-    pairs = left.deltas.reshape(b * k, o) @ right.deltas.reshape(c * k, o).mT
-    return (pairs.view(b, k, c, k) * like.view(b, 1, c, 1)).view(b * k, c * k)
+    pairs = left.deltas.reshape(b * k, o) @ right.deltas.reshape(c * m, o).mT
+    return (pairs.view(b, k, c, m) * like.view(b, 1, c, 1)).view(b * k, c * m)
 
 
 def add_cross_gram(left: Part, right: Part, total: Tensor) -> None:

@@ -176,11 +176,14 @@ def test_the_gram_matrix_of_the_empirical_fisher_is_that_of_example_gradients(na
     outputs = case.family.rows(reference_outputs(model, params, case.inputs))
     targets = torch.arange(len(outputs)) % outputs.shape[1]
     shape = reference_outputs(model, params, case.inputs).shape[:-1]
-    rows = empirical_fisher(model, Categorical()).at(params, (case.inputs, targets.view(shape))).rows
+    operator = empirical_fisher(model, Categorical()).at(params, (case.inputs, targets.view(shape)))
+    rows = operator.rows
     jacobian = reference_jacobian(model, params, case.inputs, case.family.rows)
     residual = nn.functional.one_hot(targets, outputs.shape[1]) - outputs.softmax(1)
     gradients = torch.einsum("ima,im->ia", jacobian, residual)
     assert_close(rows.gram(), gradients @ gradients.mT / len(gradients), 1e-12)
+    both = (fisher(model, Categorical()).at(params, case.inputs) + operator).sample_rows  # of more rows per example
+    assert_close(both.gram(), both.dense().mT @ both.dense(), 1e-12)
 
 
 # rows from the pass that the linearisation has recorded
