@@ -82,7 +82,8 @@ def natural_gradient_of_mean(
         )
     if baseline is not None and method in ("regression", "ridge"):
         raise ValueError(f"baseline is for method 'fisher'; {method!r} subtracts the mean of f by itself")
-    return torch.stack([estimate_slope(family, each, method, baseline) for each in draws]).view(*shape, size)
+    slopes = [estimate_slope(family, each, method, baseline) for each in draws]
+    return torch.cat([theta.new_zeros(0, size), *slopes]).view(*shape, size)
 
 
 @leave_autocast
@@ -113,7 +114,8 @@ def gradient_of_mean(
         Shape (n,), or (k, n) for k functions.
     """
     draws, shape = lay_out_draws(family, theta, f_values, x, sampled_from, log_weights)
-    return torch.stack([estimate_covariance(family, each, baseline) for each in draws]).view(*shape, theta.shape[-1])
+    slopes = [estimate_covariance(family, each, baseline) for each in draws]
+    return torch.cat([theta.new_zeros(0, theta.shape[-1]), *slopes]).view(*shape, theta.shape[-1])
 
 
 @leave_autocast
@@ -143,9 +145,8 @@ def exact_natural_gradient_of_mean(
     flat = theta.reshape(-1, theta.shape[-1])
     values, statistics = values.to(theta), family.statistics(x).to(theta)
     columns = require_finite(values.reshape(len(x), -1), "f")
-    shares = torch.softmax(torch.stack([family.log_prob(row, x) for row in flat]), dim=-1)
-    slopes = torch.stack([regress(statistics, columns, share) for share in shares])
-    return slopes.view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
+    slopes = [regress(statistics, columns, torch.softmax(family.log_prob(row, x), dim=0)) for row in flat]
+    return torch.cat([torch.zeros_like(flat[:0]), *slopes]).view(*theta.shape[:-1], *values.shape[1:], theta.shape[-1])
 
 
 @leave_autocast
@@ -229,12 +230,15 @@ def lay_out_draws(
     log_share = read_log_weights(family, theta, statistics, sampled_from, log_weights)
     shares = torch.softmax(log_share.expand(count, *batch), dim=0).reshape(count, -1).mT
     effective = 1 / shares.square().sum(1)
-    if bool(effective.min() < LEAST):
+    if bool((effective < LEAST).any()):
         raise ValueError(
             f"of {count} draws {float(effective.min()):.3g} are left in effect by their weights, expected at least 2: "
             "theta has moved too far from where they were drawn; draw anew"
         )
-    columns = (each.reshape(count, batch.numel(), -1).transpose(0, 1) for each in (statistics, values))
+    columns = (
+        each.reshape(count, batch.numel(), each.shape[1 + len(batch) :].numel()).transpose(0, 1)
+        for each in (statistics, values)
+    )
     rows = zip(theta.reshape(-1, n), *columns, shares, strict=True)
     return [WeightedDraws(*row) for row in rows], (*batch, *f_values.shape[1 + len(batch) :])
 

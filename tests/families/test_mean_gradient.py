@@ -140,10 +140,13 @@ def test_several_functions_and_batches():
         for i, j in product(range(2), range(3)):
             one = ng.natural_gradient_of_mean(PAIR, theta[i], f[:, i, j], x[:, i], method=method)
             assert_close(found[i, j], one)
+        assert ng.natural_gradient_of_mean(PAIR, theta[:0], f[:, :0], x[:, :0], method=method).shape == (0, 3, 5)
+    assert gradient_of_mean(PAIR, theta[:0], f[:, :0, 0], x[:, :0]).shape == (0, 5)
     assert gradient_of_mean(PAIR, theta, f, x, baseline="optimal").shape == (2, 3, 5)
     values = torch.stack([tensor([1.0, 2, 3, 4]), tensor([0.0, 0, 0, 1])], dim=1)
     exact = ng.exact_natural_gradient_of_mean(BITS, 0.3 * draw(3, 2), values)
     assert exact.shape == (3, 2, 2)
+    assert ng.exact_natural_gradient_of_mean(BITS, draw(0, 2), values).shape == (0, 2, 2)
 
 
 X = BITS.outcomes(torch.zeros(2, dtype=F64))
