@@ -123,9 +123,11 @@ def partitions(
     lay: Callable[[Any], Tensor] | None,
     form_mv: Callable[[Tensor, Tensor], Tensor],
     batch: int,
-    inputs: Iterable[Tensor] = (),
+    inputs: Sequence[Tensor] = (),
 ) -> list[Examples]:
     """What the examples may be, likeliest first: only partitions between whose parts the form is zero.
+
+    All rows are one example's where the inputs have a single one, as the last batch of an epoch may have.
 
     Args:
         tree: The model's outputs as it returned them.
@@ -143,7 +145,9 @@ def partitions(
             candidates.append(consecutive(shape[0], rows))
         if shape[1] > 1 and len(rows) % shape[1] == 0:
             candidates.append(alternating(shape[1], rows))
-    return [partition for partition in candidates if partition.count > 1 and keeps_apart(form_mv, rows, partition)]
+    single = {len(t) for t in inputs if t.dim() > 0} == {1}
+    candidates += [together(rows)] if single else []
+    return [part for part in candidates if (part.count > 1 or single) and keeps_apart(form_mv, rows, part)]
 
 
 def along_second(tree: Any, rows: Tensor, lay: Callable[[Any], Tensor]) -> Examples | None:

@@ -16,7 +16,7 @@ import natgrad as ng
 from natgrad.layers.examples import Examples, KnownPlaces, alternating, consecutive
 from natgrad.operators import Arranged
 from natgrad.optim import StructuredNaturalGradient
-from natgrad.structures import ExactLabels, Layerwise
+from natgrad.structures import Empirical, ExactLabels, Layerwise
 
 E, H = 4, 3
 
@@ -149,6 +149,23 @@ def read_diagonal(model: nn.Module, structure: Layerwise, x: Tensor, criterion: 
         found |= block.layout.split(matrix)
     optimizer.detach()
     return torch.cat([found[name].reshape(-1) for name, _ in model.named_parameters()]).to(F64)
+
+
+SINGLE = {
+    "each position by itself": lambda: nn.Linear(E, 3),
+    "running sum": MODELS["running sum, examples first"],
+    "flattened outputs": lambda: nn.Sequential(MODELS["running sum, examples first"](), nn.Flatten(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_batch_of_a_single_example_has_one_score(name):
+    """The square of the sum over its positions, as with more examples."""
+    model, x = build_seeded(SINGLE[name]), draw(1, 3, E, seed=5)
+    outputs = model(x)
+    score = torch.autograd.grad(outputs.square().sum(), [*model.parameters()])
+    expected = torch.cat([part.reshape(-1) for part in score]).square() / outputs.numel()
+    assert_close(read_diagonal(model, ng.Diagonal(estimate=Empirical()), x), expected, 1e-10)
 
 
 @pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker, ng.OnlineLowRank])
