@@ -553,10 +553,14 @@ def objective_of_blocks(
         if not tells_another(called, replayed, record):
             return replayed
     if called.closure is None or called.value is None or called.random is None:
+        hint = f"which has {len(used)} losses of optimizer.loss(outputs, targets) and not one:"
+        if len(used) == 1:
+            hint = (
+                "and the model's inputs are not known, as inside of a compiled graph: give the optimizer the compiled "
+                "model, or"
+            )
         raise ValueError(
-            problem
-            or f"{asks} compares the loss before and after a step, which has {len(used)} losses "
-            "of optimizer.loss(outputs, targets) and not one: call optimizer.step(closure)"
+            problem or f"{asks} compares the loss before and after a step, {hint} call optimizer.step(closure)"
         )
     return Reclose(model, called.closure, record, params, space, called.value, called.random)
 

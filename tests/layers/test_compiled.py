@@ -53,6 +53,12 @@ def test_a_compiled_model_is_read_as_the_plain_one(name: str):
         assert_close(found.squares[key], squares, 1e-12)
 
 
+def test_a_trial_loss_behind_a_graph_that_hides_the_inputs_says_what_to_give():
+    model = net()
+    with pytest.raises(ValueError, match="give the optimizer the compiled model"):
+        iterate(ng.kfac(model, CE, rule=ng.LineSearch()), compile_quickly(model))
+
+
 # how the model is compiled
 
 
