@@ -629,6 +629,8 @@ class BatchRecord:
         self.losses: list[Loss] = []
         self._going = False  # whether a backward pass that reached a loss is under way
         self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
+        # the marks at its beginning, and the losses before it with their slopes
+        self._before: tuple[set[tuple[int, int]], list[tuple[Loss, Tensor | None]]] = set(), []
         self._kept_back = False  # whether `fully_shard` then had them aside, to be averaged after a later one
 
     @property
@@ -834,6 +836,7 @@ class BatchRecord:
                 self.forget_gradients()
             if not self.losses:  # the first of a batch
                 self.is_stale = self._is_left_over()
+            self._before = self._mark_gradients(), [(each, each.slope) for each in self.losses]
             self._going, me = True, weakref.ref(self)
             # as torch's own data parallelism hears that a backward pass is over; there is no public name for it
             engine: Any = getattr(Variable, "_execution_engine")  # noqa: B009
@@ -862,10 +865,20 @@ class BatchRecord:
             )
 
     def end_backward(self) -> None:
-        """A backward pass is over: remember what its gradients are."""
-        self._going = False
-        self._left = {mark_of(p.grad) for p in self.watched if p.grad is not None}
+        """A backward pass is over: remember what its gradients are.
+
+        One that added nothing to those that were there, as `torch.autograd.grad` does, does not count.
+        """
+        (before, losses), self._going = self._before, False
+        self._left = self._mark_gradients()
         self._kept_back = not self._left and any_split(self.watched)
+        if self._left and self._left == before and not any_split(self.watched):
+            self.losses = [loss for loss, _ in losses]
+            for loss, slope in losses:
+                loss.slope = slope
+
+    def _mark_gradients(self) -> set[tuple[int, int]]:
+        return {mark_of(p.grad) for p in self.watched if p.grad is not None}
 
     def holds_gradients(self) -> bool:
         """Whether gradients of losses are there that no step was taken on yet."""

@@ -53,10 +53,17 @@ def clear_between_loss_and_backward(loop: Loop) -> None:
     loop.opt.step()
 
 
-def differentiate_first(loop: Loop) -> None:
-    loss = loop.loss()
-    torch.autograd.grad(loss, list(loop.model.parameters()), retain_graph=True)
-    loss.backward()
+def differentiate(loop: Loop, when: str) -> None:
+    """The gradient is looked at besides, and added to none that is there."""
+    if when == "beside zeros":
+        loop.loss(OTHER, LABELS).backward()
+        loop.model.zero_grad(set_to_none=False)
+    loss, params = loop.loss(), list(loop.model.parameters())
+    if when != "last":
+        torch.autograd.grad(loss, params, retain_graph=True)
+    loss.backward(retain_graph=True)
+    if when == "last":
+        torch.autograd.grad(loss, params)
     loop.opt.step()
 
 
@@ -110,7 +117,10 @@ ANYWHERE: dict[str, Callable[[Loop], Any]] = {
     "a skipped batch, cleared by the optimizer": skip(lambda loop: loop.opt.zero_grad()),
     "a skipped batch, cleared by hand": skip(clear_by_hand),
     "cleared between loss and backward": clear_between_loss_and_backward,
-    "differentiated first": differentiate_first,
+    **{
+        f"differentiated {when}": (lambda loop, when=when: differentiate(loop, when))
+        for when in ("first", "last", "beside zeros")
+    },
     "a penalty after a skipped batch": penalise,
     "a gradient scaler": scale,
     "a closure": lambda loop: loop.opt.step(Closure(loop.opt, loop.loss)),
