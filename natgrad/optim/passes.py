@@ -309,7 +309,8 @@ def check_same(route: Route, outputs: Any, chosen: Select | None) -> None:
     outputs = outputs if chosen is None else chosen(outputs)
     pairs = list(leaves(route.unsure)), list(leaves(outputs))
     if len(pairs[0]) != len(pairs[1]) or not all(are_close(*pair) for pair in zip(*pairs, strict=True)):
-        raise ValueError(route.problem or UNKNOWN.format(what="what the model returned"))
+        compiled = "; if the model was compiled, give the optimizer the compiled model"
+        raise ValueError(route.problem or UNKNOWN.format(what="what the model returned") + compiled)
 
 
 def are_close(given: Tensor, output: Tensor) -> bool:
