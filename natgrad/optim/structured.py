@@ -261,8 +261,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         state, reader, pending = self._live.state, self._flow.reader, self._flow.pending
         reader.detach()
         reader.attach(self._live.named)
-        held = {block.layout for block in state.blocks.values() if block.layer is not None}
-        layers = [layer for layer in reader.layers.by_key.values() if layer.layout in held]
+        held = {(key, block.layout) for key, block in state.blocks.items() if block.layer is not None}
+        layers = [layer for key, layer in reader.layers.by_key.items() if (key, layer.layout) in held]
         trusted = frozenset(claim for layer in layers for claim in layer.claims)
         self._live.state = replace(state, hearing=Hearing(trusted, labels=state.hearing.labels))
         update, pending.losses = pending.update, []

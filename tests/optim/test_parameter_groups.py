@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_close, cross, pair
+from models import assert_close, build_seeded, cross, pair
 from optim_models import (
     BLOCK_RECIPES,
     CE,
@@ -113,6 +113,22 @@ def test_a_part_steps_as_if_the_rest_were_frozen(recipe: Any):
     train(model, opt)
     train(frozen, other)
     assert_close(flat(model), flat(frozen), 1e-8)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_statistics_of_a_layer_go_on_where_a_group_joins(bias: bool):
+    """A layer without a bias has the shape of the matrix that is looked for beside it."""
+    ends = []
+    for joins in (False, True):
+        model = build_seeded(lambda: nn.Sequential(nn.Linear(3, 4, bias), nn.Tanh(), nn.Linear(4, 3, bias)))
+        options: dict[str, Any] = {"rule": ng.Rate(), "damping": 0.1, "measure": False, "estimate": ng.ExactLabels()}
+        opt = ng.kfac(model, CE, params=model[0].parameters(), **options)
+        for step in range(4):
+            if joins and step == 1:
+                opt.add_param_group({"params": model[2].parameters(), "lr": 0.0})
+            iterate(opt, model, X + step, Y)
+        ends.append(flat(model[0]))
+    assert_close(*ends, 1e-12)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
