@@ -130,9 +130,14 @@ class Heads(Likelihood):
                     "names of the outputs, a tuple the order of the heads"
                 )
             parts = [named[name] for name in names]
+        elif isinstance(value, Tensor):
+            raise ValueError(
+                f"outputs or targets have shape {tuple(value.shape)}, expected a tuple or dict of {len(self.families)} "
+                f"heads, or one tensor (b, {sum(self.widths)})"
+            )
         else:
             parts = list(value)
-        if isinstance(value, Tensor) or len(parts) != len(self.families):
+        if len(parts) != len(self.families):
             raise ValueError(f"outputs has {len(parts)} parts, expected a tuple or dict of {len(self.families)} heads")
         return parts
 

@@ -42,6 +42,7 @@ PAIR = ng.Product((ng.Gamma(), 1), (ng.Ising(2), 2))
         (lambda: ng.GaussianPosterior().nll(RECORD), ("are a dict", "(mean, log variance)")),
         (lambda: HEADS.nll(RECORD, {"mean": X, "std": X}), ("['mean', 'std']", "expected ['variance', 'mean']")),
         (lambda: HEADS.nll((X, X), RECORD), ("expected a tuple", "the order of the heads")),
+        (lambda: HEADS.nll(draw(2, 5, 6), (X, X)), ("(2, 5, 6)", "2 heads", "(b, 6)")),
         (lambda: ng.MultivariateNormal(0), ("d is 0", ">= 1")),
         (lambda: ng.Ising(0), ("n is 0", "variables")),
         (lambda: ng.Ising(2, [(0, 2)]), ("(0, 2)", "0 to 1")),
