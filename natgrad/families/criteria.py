@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex
 
 import torch
@@ -28,7 +29,7 @@ from natgrad.families.robust_errors import Huber, Laplace, find_temperature, sum
 from natgrad.families.special_functions import divergence_terms, exp_gap
 from natgrad.ground.linalg import as_columns
 from natgrad.ground.messages import write_choices
-from natgrad.ground.pure import leaves
+from natgrad.ground.pure import leaves, map_tensors
 
 IGNORED = "targets: every one is ignored or has weight zero, so that the mean loss is 0 / 0"
 CERTAIN = 1e-12
@@ -357,6 +358,29 @@ class Criterion:
             return 0.0
         return float(self._weigh_rows(outputs, targets)[1])
 
+    def cut(self, outputs: Sequence[Any], targets: Any) -> list[tuple[Any, float]]:
+        """The targets of each part of a batch, and the share that the part's mean has in the mean over all of it.
+
+        Args:
+            outputs: What the model returns for each part, in the order of the examples.
+            targets: Of all examples, as the loss takes them, or as `weigh_targets` returned them.
+
+        Raises:
+            ValueError: For targets that do not have the examples first, or of which none counts.
+        """
+        sizes = [len(next(leaves(each))) for each in outputs]
+        parts = cut_targets(targets, sizes)
+        if self.tempered and not isinstance(targets, Tempered):
+            sums = [sum_errors(self.tempered, *pair) for pair in zip(outputs, parts, strict=True)]
+            parts = [Tempered(part, float(find_temperature(torch.stack(sums).sum(0)))) for part in parts]
+        if isinstance(targets, Weighed):  # a weight is a share of all of the batch already
+            counts = [float(size) for size in sizes]
+        else:
+            counts = [self.count(*pair) for pair in zip(outputs, parts, strict=True)]
+        if not sum(counts):
+            raise ValueError(IGNORED)
+        return [(part, count / sum(counts)) for part, count in zip(parts, counts, strict=True)]
+
     def add_up(self, outputs: Any, targets: Any) -> tuple[Tensor, Any, float]:
         """-log p of all targets together: sum_i w_i nll_i over rows, with the weights before they are normalised.
 
@@ -397,6 +421,23 @@ class Criterion:
         if not (isinstance(self.family, Entrywise) or self.entrywise):
             return 1.0
         return len(self.family.rows(outputs)) / max(len(next(leaves(outputs))), 1)
+
+
+def cut_targets(targets: Any, sizes: Sequence[int]) -> list[Any]:
+    """Targets with the examples first, in parts of these sizes."""
+    if isinstance(targets, Weighed):
+        pairs = zip(cut_targets(targets.targets, sizes), targets.by_example.split(list(sizes)), strict=True)
+        return [Weighed(*pair) for pair in pairs]
+    if isinstance(targets, Tempered):
+        return [replace(targets, targets=part) for part in cut_targets(targets.targets, sizes)]
+    unlike = [tuple(t.shape) for t in leaves(targets) if t.shape[:1] != (sum(sizes),)]
+    if unlike:
+        raise ValueError(
+            f"targets have shape {unlike[0]}, expected ({sum(sizes)}, ...): they are cut along the first dimension, as "
+            "the inputs are; leave chunk_size out"
+        )
+    ends = list(itertools.accumulate(sizes))
+    return [map_tensors(targets, lambda t, i=i: t[ends[i] - sizes[i] : ends[i]]) for i in range(len(sizes))]
 
 
 def remake_with(criterion: Criterion, make: Callable[..., Criterion], *args: Any) -> Criterion:

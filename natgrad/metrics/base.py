@@ -28,6 +28,7 @@ from natgrad.ground.pure import (
     leaves,
     mixes_examples,
     pure_model,
+    run_detached,
 )
 from natgrad.ground.spaces import Params, check_parameters, hint_at_parameters
 from natgrad.operators import Chunked, Facts, Form, Linearization, Operator, OutputMap, Pullback, Scaled
@@ -129,8 +130,7 @@ class PullbackMetric(Metric):
     Args:
         model: A module, or a function f(params, x).
         criterion: What the outputs mean.
-        chunk_size: Examples per graph, to bound memory. Each product then pays for fresh graphs, and all rows weigh the
-            same. None: all at once.
+        chunk_size: Examples per graph, to bound memory. Each product then pays for fresh graphs. None: all at once.
         outputs: A function that picks what the criterion is of, where the model returns more than that.
     """
 
@@ -181,7 +181,7 @@ class PullbackMetric(Metric):
         pure = build_pure_model(self.model, params, data, random)
         if self.chunk_size is None:
             return self._term(params, pure, targets, self.seeds(1)[0])
-        return self._build_chunks(params, pure, self.chunk_size)
+        return self._build_chunks(params, pure, targets, self.chunk_size)
 
     def add_up(self, params: Params, inputs: Any) -> tuple[Operator, float]:
         return add_up_rows(self, params, *self._split(inputs), self.criterion, self.model, self.outputs)
@@ -197,7 +197,7 @@ class PullbackMetric(Metric):
         form, weights = self.form(linearization, outputs.first, targets, seed)
         return Pullback(linearization, form, weights, Facts(nats=self.criterion.nats(outputs.first)))
 
-    def _build_chunks(self, params: Params, pure: PureModel, size: int) -> Operator:
+    def _build_chunks(self, params: Params, pure: PureModel, targets: Any, size: int) -> Operator:
         if mixes_examples(self.model):
             raise ValueError(
                 f"chunk_size={size} would change the statistics of a batch norm in training mode; use chunk_size=None, "
@@ -205,12 +205,20 @@ class PullbackMetric(Metric):
             )
         if self.needs_targets:
             raise ValueError(f"chunk_size={size} is for metrics without targets; use chunk_size=None with targets")
-        calls = list(pure.call.chunks(size))
+        models = [PureModel(self.model, call, pure.random) for call in pure.call.chunks(size)]
         point = copy_tensors(params)  # the parameters move on between products
+        parts: list[tuple[Any, float]] = [(None, model.call.batch() / pure.call.batch()) for model in models]
+        if targets is not None:  # rows weigh as in the loss over all of them
+
+            def compute(model: PureModel) -> Any:
+                returned = model(point)
+                return returned if self.outputs is None else self.outputs(returned)
+
+            parts = self.criterion.cut([run_detached(partial(compute, model)) for model in models], targets)
         builders: list[Callable[[], Operator]] = []
-        for call, seed in zip(calls, self.seeds(len(calls)), strict=True):
-            term = partial(self._term, point, PureModel(self.model, call, pure.random), None, seed)
-            builders.append(partial(scale_term, term, call.batch() / pure.call.batch()))
+        for model, (part, share), seed in zip(models, parts, self.seeds(len(models)), strict=True):
+            if share:
+                builders.append(partial(scale_term, partial(self._term, point, model, part, seed), share))
         return Chunked(builders)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import Case, assert_close, draw, mlp, reference_metric
 from optim_models import CE, X, Y, assert_step, fisher_step, flat, iterate, kind, mean_gradient, net
-from torch import nn
+from torch import Tensor, nn
 
 import natgrad as ng
 
@@ -234,6 +234,27 @@ def test_the_fisher_in_an_optimizer_weighs_rows_as_the_loss_does():
         iterate(ng.NaturalGradient(model, metric(model, criterion), damping=1e-2), model, X, targets)
         moved.append(flat(model))
     assert torch.equal(*moved)
+
+
+GAPS = torch.tensor([0, 1, -100, -100, -100, 0, 2, 0])
+WEIGHED: dict[str, tuple[Any, Tensor]] = {
+    "classes": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0, 2.0], dtype=torch.float64)), GAPS),
+    "labels that are missing": (ng.Masked(ng.Categorical()), GAPS),
+    "the width of the errors": (nn.HuberLoss(), 3 * draw(8, 3, seed=1)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_rows_weigh_alike_in_chunks_and_at_once(name: str):
+    """Of a chunk of one example no target may count."""
+    (criterion, targets), moved = WEIGHED[name], []
+    for size in (None, 1, 3):
+        model = net()
+        metric = ng.fisher(model, criterion, chunk_size=size)
+        iterate(ng.NaturalGradient(model, metric, damping=1e-2, solver=ng.Direct()), model, X, targets)
+        moved.append(flat(model))
+    for parameters in moved[1:]:
+        assert_close(parameters, moved[0], 1e-10)
 
 
 def test_sums_and_shifts_keep_the_unit_of_their_terms():
