@@ -415,7 +415,7 @@ class ModelOptimizer(Optimizer):
             )
         labels = self._labels()
         extra = {"kind": self.FORMAT.kind, "structure": type(self.structure).__name__, **self._live.state.save()}
-        extra |= {"generator": None if labels is None else labels.get_state()}
+        extra |= {"generator": None if labels is None else labels.get_state(), "order": list(self._live.named)}
         named, plain, memory = name_positions(self), super().state_dict(), self._by_parameter()
         plain["state"] = {i: memory.get(name, {}) for i, (name, _) in enumerate(named)}
         return write_checkpoint(plain, named, extra)

@@ -241,6 +241,14 @@ class NaturalGradient(ModelOptimizer):
     def _fit(self, saved: Checkpoint) -> Callable[[], None]:
         vectors = {name: dict(saved.state[p]) for name, p in self._live.named.items() if p in saved.state}
         state = replace(State.load(saved.extra, None, None, self._live.named), vectors=vectors)
+        own, order = list(self._live.named), list(saved.extra.get("order") or self._live.named)
+        if order != own and (state.system.structure or state.system.preconditioner):
+            first = next(i for i, (name, came) in enumerate(zip(own, order, strict=True)) if name != came)
+            raise ValueError(
+                f"state_dict has statistics of all parameters together, in an order in which {order[first]!r} has the "
+                f"place of this model's {own[first]!r}: register its modules and parameters in the order of the model "
+                "that was saved. Nothing was changed"
+            )
 
         def restore() -> None:
             self._live.state, self._live.told = state, StepReport()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import draw, mlp
-from optim_models import CE, net, same, snapshot
+from models import Assembled, assert_close, draw, mlp
+from optim_models import CE, net, same, snapshot, train_numbered
 from saved_runs import load, run_build, save
 from torch import nn
 
@@ -99,6 +99,29 @@ def test_a_foreign_state_dict_is_refused_and_nothing_changes(kind: str) -> None:
     with pytest.raises(ValueError, match=r"state_dict .*was not saved by natgrad.NaturalGradient"):
         opt.load_state_dict({})
     assert same(snapshot(opt), before)
+
+
+@pytest.mark.parametrize("structure", [None, ng.Dense(0.5), ng.Kronecker(0.5), ng.AdaptiveInverse()], ids=repr)
+def test_a_model_of_another_order_gets_its_own_numbers_or_none(structure: Any) -> None:
+    def build(*names: str) -> tuple[nn.Module, Any]:
+        layers = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 3)}
+        model = Assembled(lambda m, x: m.last(m.first(x).tanh()), **{name: layers[name] for name in names})
+        metric = ng.fisher(model, CE)
+        return model, ng.NaturalGradient(model, metric, structure=structure, solver=ng.CG(rtol=1e-12), warm_start=0.5)
+
+    (model, opt), (twin, other) = build("first", "last"), build("last", "first")
+    train_numbered(model.double(), opt, range(2))
+    twin.double().load_state_dict(model.state_dict())
+    if structure is not None:
+        with pytest.raises(ValueError, match="in an order in which"):
+            other.load_state_dict(opt.state_dict())
+        return
+    other.load_state_dict(opt.state_dict())
+    for each, optimizer in ((model, opt), (twin, other)):
+        train_numbered(each, optimizer, range(2, 4))
+    found, expected = twin.state_dict(), model.state_dict()
+    for name, parameter in found.items():
+        assert_close(parameter, expected[name], 1e-8)
 
 
 # nested values as a text and tensors: what comes back is what went in, to the bit and to the type
