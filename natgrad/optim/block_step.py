@@ -523,8 +523,9 @@ class BlockWork(Work):
             self.state = replace(state, pace=pace, guard=guard)
 
     def memory(self) -> Memory:
-        """The rule's vectors."""
-        held, keys = self.state.vectors, {key for vectors in self.state.vectors.values() for key in vectors}
+        """The rule's vectors, of the parameters that have a gradient."""
+        held = {name: vectors for name, vectors in self.state.vectors.items() if name in self.batch.gradients}
+        keys = {key for vectors in held.values() for key in vectors}
         return {key: Parts({name: vectors[key] for name, vectors in held.items() if key in vectors}) for key in keys}
 
     def remember(self, memory: Memory, forget: bool) -> None:

@@ -125,10 +125,11 @@ def test_a_product_of_two_parameters_has_no_examples():
     assert not seen["out.weight", "out.bias"].pooled
 
 
-def test_parameters_that_are_frozen_later_stay_where_they_are():
+@pytest.mark.parametrize("rule", [None, ng.Momentum()], ids=repr)
+def test_parameters_that_are_frozen_later_stay_where_they_are(rule: ng.Rule | None):
     parts = {"later": nn.Linear(3, 3), "bare": nn.Parameter(torch.randn(3, 3)), "scale": nn.Parameter(torch.ones(3))}
     model: Any = Assembled(lambda m, x: m.scale * m.later(x) @ m.bare, **parts).double()
-    opt = ng.kfac(model, CE)
+    opt = ng.kfac(model, CE, rule=rule)
     iterate(opt, model)
     for p in (model.later.weight, model.bare, model.scale):
         p.requires_grad_(False)
