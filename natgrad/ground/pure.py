@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, MappingProxyType
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
@@ -547,13 +547,38 @@ class PureModel:
         with self.random.replay(), mark_evaluation(), full_precision(params):
             if not isinstance(self.model, nn.Module):
                 return self.model(params, *self.call.args, **self.call.kwargs)
-            named = dict(self.model.named_parameters(remove_duplicate=False))
-            tied = {id(named[name]) for name in params if name in named}
-            state = {name: p.detach() for name, p in self.model.named_parameters() if id(p) not in tied}
             held = {} if self.random.held is None else self.random.held.buffers
-            # clones: what the model writes into them has no consequence
-            state |= {name: held.get(name, buffer).clone() for name, buffer in self.model.named_buffers()}
-            return call_with(self.model, state | dict(params), *self.call.args, **self.call.kwargs)
+            return call_with(self.model, fill_in(self.model, params, held), *self.call.args, **self.call.kwargs)
+
+
+def fill_in(module: nn.Module, params: Params, held: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
+    """These parameters, with the module's own for the others, and clones of its buffers or of those that are held.
+
+    What the model writes into clones has no consequence.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    tied = {id(named[name]) for name in params if name in named}
+    state = {name: p.detach() for name, p in module.named_parameters() if id(p) not in tied}
+    return state | {name: held.get(name, buffer).clone() for name, buffer in module.named_buffers()} | dict(params)
+
+
+class Within(nn.Module):
+    """Calls a function while a model holds other tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def call_within(model: Model, params: Params, function: Callable[[], Any]) -> Any:
+    """function() while a module holds these parameters: activations that are computed again belong to them too."""
+    if not isinstance(model, nn.Module):
+        return function()
+    state = {f"model.{name}": tensor for name, tensor in fill_in(model, params).items()}
+    return call_with(Within(model), state, function)
 
 
 def check_arguments(model: Model, call: Call) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from natgrad.families import Criterion, Likelihood
 from natgrad.ground.constants import DRAWS, SCALER, TOO_FAR, TRIALS
 from natgrad.ground.linalg import as_columns
-from natgrad.ground.pure import RandomState, Select, map_tensors, run_detached, run_uncompiled
+from natgrad.ground.pure import RandomState, Select, call_within, map_tensors, run_detached, run_uncompiled
 from natgrad.ground.spaces import Params, Space
 from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.ground.whole_tensors import any_split
@@ -211,7 +211,7 @@ class Replay(Objective):
     ) -> None:
         self.count = math.nan if count is None else count
         self.outputs_at = function_of(model, passed, select)
-        self.criterion, self.targets = criterion, passed.targets
+        self.model, self.criterion, self.targets = model, criterion, passed.targets
         super().__init__(params, space, math.nan)
         zero = {name: torch.zeros_like(p) for name, p in params.items()}
         self.before = self._evaluate(zero) if before is None else before
@@ -220,10 +220,14 @@ class Replay(Objective):
         return float(run_detached(lambda: self._loss(move_parameters(self.params, step))))
 
     def _differentiate(self, step: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-        with torch.enable_grad():
-            points = move_parameters(self.params, step)
+        points = move_parameters(self.params, step)
+
+        def differentiate() -> tuple[Tensor, tuple[Tensor, ...]]:
             value = self._loss(points)
-            gradients = torch.autograd.grad(value, list(points.values()), materialize_grads=True)
+            return value, torch.autograd.grad(value, list(points.values()), materialize_grads=True)
+
+        with torch.enable_grad():  # what is checkpointed is computed again while it goes backward
+            value, gradients = call_within(self.model, points, differentiate)
         return float(value.detach()), dict(zip(points, gradients, strict=True))
 
     def _loss(self, params: dict[str, Tensor]) -> Tensor:

@@ -48,11 +48,18 @@ def solve_damped(matrix: Tensor, gradient: Tensor) -> Tensor:
     return torch.linalg.solve(matrix + 0.1 * torch.eye(len(gradient)).to(gradient), gradient)
 
 
-@pytest.mark.parametrize("solver", [ng.Auto(), ng.Direct(), ng.CG(rtol=1e-13, max_steps=200)], ids=kind)
-def test_activation_checkpointing_changes_nothing(solver: ng.Solver) -> None:
+@pytest.mark.parametrize(
+    ("solver", "rule"),
+    [
+        *((solver, ng.LineSearch()) for solver in (ng.Auto(), ng.Direct(), ng.CG(rtol=1e-13, max_steps=200))),
+        (ng.KrylovSubspace(4), ng.SubspaceSearch(3)),  # gradients at trial points
+    ],
+    ids=kind,
+)
+def test_activation_checkpointing_changes_nothing(solver: ng.Solver, rule: ng.Rule) -> None:
     saving = Assembled(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=net())
-    expected = move_copy(net(), CE, X, Y, solver=solver, rule=ng.LineSearch())
-    assert_close(move_copy(saving, CE, X, Y, solver=solver, rule=ng.LineSearch()), expected, 1e-10)
+    expected = move_copy(net(), CE, X, Y, solver=solver, rule=rule)
+    assert_close(move_copy(saving, CE, X, Y, solver=solver, rule=rule), expected, 1e-10)
 
 
 def test_a_compiled_loop_takes_the_same_steps_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
