@@ -558,7 +558,9 @@ def fill_in(module: nn.Module, params: Params, held: Mapping[str, Tensor] = Mapp
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     tied = {id(named[name]) for name in params if name in named}
-    state = {name: p.detach() for name, p in module.named_parameters() if id(p) not in tied}
+    # not detached where there is a graph: what is checkpointed is computed again with the module's own
+    graph = any(p.requires_grad for p in params.values())
+    state = {name: p if graph else p.detach() for name, p in module.named_parameters() if id(p) not in tied}
     return state | {name: held.get(name, buffer).clone() for name, buffer in module.named_buffers()} | dict(params)
 
 
