@@ -50,7 +50,9 @@ class BatchUpdate:
     hearing: Hearing  # which layers are trusted, and the source of labels
     guard: Guard  # what is known of the batches
     taken: int = 0  # passes in it
-    reached: frozenset[str] = frozenset()  # the blocks that these passes told of, by key
+    # rows of those of these passes that told of a block, by key, and of all of them
+    reached: Mapping[str, float] = field(default_factory=dict[str, float])
+    rows: float = 0.0
     # a part of the last one, to measure a step with; None where nothing is to be measured
     sample: Reading | None = None
     part: float = 1.0  # of the rows that a pass must have, as it came sooner or later than it was due
@@ -112,9 +114,8 @@ class Averages:
         fine = all(sound)
         if self.owners.apart:
             fine = self._agree(fine)
-        reached = update.reached.union(block.key for block, _, _ in fresh)
-        taken = replace(update, blocks=blocks, taken=update.taken + fine, reached=reached)
-        return taken.fail(not fine)
+        counted = {block.key: count.rows for block, _, count in fresh}
+        return self._add(update, reading, blocks, counted, fine).fail(not fine)
 
     def _decay(self, update: BatchUpdate, key: str) -> float:
         """What a block's past counts beside a pass: micro-batches of one step count alike."""
@@ -142,15 +143,34 @@ class Averages:
             if isinstance(passed, Seen):
                 passed = self.structure.statistics(passed.add_by(few), None, self._decay(update, block.key))
             sums.send(block.key, passed, of.get(block.key))
-        reached = update.reached.union(coming)
+        counted = {key: count.rows for key, (_, count) in coming.items()}
         sums.finish()
 
         def wait() -> BatchUpdate:
-            if not sums.wait():
-                return update.fail(far=far)
-            return replace(update, blocks=blocks, taken=update.taken + 1, reached=reached)
+            return self._add(update, reading, blocks, counted, True) if sums.wait() else update.fail(far=far)
 
         return wait
+
+    def _add(
+        self, update: BatchUpdate, reading: Reading, blocks: dict[str, Block], counted: Mapping[str, float], fine: bool
+    ) -> BatchUpdate:
+        """The update with a pass that told so many rows of these blocks."""
+        reached = {**update.reached, **{key: update.reached.get(key, 0.0) + rows for key, rows in counted.items()}}
+        rows = update.rows + reading.density / update.density * reading.all_rows
+        return replace(update, blocks=blocks, taken=update.taken + fine, reached=reached, rows=rows)
+
+    def complete(self, update: BatchUpdate) -> BatchUpdate:
+        """The update of a whole step: rows of parts, and processes, that did not use a block have zero derivatives."""
+        blocks = dict(update.blocks)
+        for key, rows in update.reached.items():
+            block = blocks.get(key)
+            if block is None or block.totals is None or not block.weight or not rows < update.rows:
+                continue
+            weight, totals = block.weight + update.rows - rows, dict(block.totals)
+            if block.layer is not None:
+                totals = self.structure.stretch_inputs(block.layer, totals, weight / block.weight)
+            blocks[key] = replace(block, weight=weight, totals=totals)
+        return replace(update, blocks=blocks)
 
     def _weigh(self, reading: Reading, update: BatchUpdate) -> Iterator[tuple[Block, Seen | Statistics, Count]]:
         """What was seen of each block, weighted by rows, and what all processes saw. Layers leave the reading."""

@@ -42,6 +42,12 @@ class FactorPair(Layerwise):
     def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
         return average_inputs(layer, totals, weight)
 
+    def stretch_inputs(self, layer: Layer, totals: Statistics, factor: float) -> Statistics:
+        side = "left" if layer.by_token else "right"
+        if side not in totals or "counts" in totals:  # the latter are what experts' inputs are divided by
+            return totals
+        return {**totals, side: factor * totals[side]}
+
     def kind(self, totals: Statistics) -> str:
         return super().kind(totals) + describe_cuts(totals)
 

@@ -242,6 +242,39 @@ def test_the_order_of_micro_batches_that_use_other_parameters_does_not_matter(st
     assert_close(ends[1], ends[0], 1e-9)
 
 
+class Routed(nn.Module):
+    """(b, 3) -> (b, 3): a row goes through one of two layers, by the sign of its first entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = x.new_zeros(len(x), 3)
+        for rows, expert in zip((x[:, 0] > 0, x[:, 0] <= 0), self.experts, strict=True):
+            if rows.any():
+                outputs[rows] = expert(x[rows])
+        return outputs
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker, ng.UnitWise, ng.Diagonal])
+@pytest.mark.parametrize("few", [0, 2, 5])
+def test_parts_that_do_not_use_a_layer_count_as_the_batch_has_them(structure: Any, few: int):
+    x, ends = X[:6].clone(), []
+    x[:, 0] = x[:, 0].abs() + 0.1
+    x[few, 0] = -1.0  # the only row of its layer
+    for parts in (1, 2, 3):
+        model = build_seeded(Routed)
+        exact = structure(0.5, estimate=ng.ExactLabels())
+        opt = ng.StructuredNaturalGradient(model, nn.CrossEntropyLoss(), exact, rule=ng.Rate(), measure=False)
+        for a, b in zip(x.chunk(parts), Y[:6].chunk(parts), strict=True):
+            (opt.loss(model(a), b) / parts).backward()
+        opt.step()
+        ends.append(flat(model.experts[1]))
+    for end in ends[1:]:
+        assert_close(end, ends[0], 1e-10)
+
+
 def test_gradients_that_are_zero_by_themselves_were_not_cleared():
     model = nn.Linear(3, 1).double()
     opt = ng.kfac(model, nn.MSELoss(reduction="sum"))
