@@ -128,7 +128,7 @@ class DeepResidual(nn.Module):
         return self.head(hidden)
 
 
-class Separable(nn.Module):
+class SeparableNetwork(nn.Module):
     """Images (b, 1, 28, 28) -> logits (b, 10): each channel filtered by itself, then mixed, as a MobileNet."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Painter(nn.Module):
         return self.body(torch.cat([places, angles.sin(), angles.cos()], -1)).sigmoid()
 
 
-class Counter(nn.Module):
+class BracketCounter(nn.Module):
     """Signs (b, t) -> logits (b, depths, t) of the depth at every place, by an LSTM of two layers."""
 
     def __init__(self) -> None:
@@ -205,13 +205,13 @@ def cut(x: Tensor, y: Tensor, train: int) -> Split:
 
 def turned_sequences() -> Split:
     """Sequences of signs, and the same from the end to the start."""
-    signs = torch.randint(SIGNS, (6000, LENGTH), generator=seeded(1))
+    signs = torch.randint(SIGNS, (6000, LENGTH), generator=start_source(1))
     return cut(torch.stack([signs, signs.flip(1)], 1), signs.flip(1), 5000)
 
 
 def clouds(count: int = 3000) -> Split:
     """Noisy points of spheres, cubes, cylinders, cones, tori and balls, turned and scaled."""
-    source = seeded(2)
+    source = start_source(2)
     kinds, points = torch.randint(6, (count,), generator=source), torch.randn(count, 3, 64, generator=source)
     sphere, cube = functional.normalize(points, dim=1), points / points.abs().amax(1, keepdim=True)
     circle, height, angle = functional.normalize(points[:, :2], dim=1), points[:, 2:].tanh(), 3 * points[:, 2:]
@@ -226,7 +226,7 @@ def clouds(count: int = 3000) -> Split:
 
 def waves(count: int = 1500, length: int = 97) -> Split:
     """Sums of three sines with noise, and their next values."""
-    source = seeded(3)
+    source = start_source(3)
     frequencies, phases, sizes = torch.rand(3, count, 3, 1, generator=source)
     angles = (0.05 + 0.5 * frequencies) * torch.arange(float(length)) + 2 * math.pi * phases
     series = (sizes * angles.sin()).sum(1, keepdim=True) + 0.1 * torch.randn(count, 1, length, generator=source)
@@ -235,7 +235,7 @@ def waves(count: int = 1500, length: int = 97) -> Split:
 
 def ratings(count: int = 40_000, rank: int = 5) -> Split:
     """What users give things: inner products of hidden tastes, with noise."""
-    source = seeded(4)
+    source = start_source(4)
     users, things = torch.randn(USERS, rank, generator=source), torch.randn(THINGS, rank, generator=source)
     who, what = (torch.randint(n, (count,), generator=source) for n in (USERS, THINGS))
     liked = (users[who] * things[what]).sum(-1) / rank**0.5 + 0.5 * users[who, 0]
@@ -245,7 +245,7 @@ def ratings(count: int = 40_000, rank: int = 5) -> Split:
 
 def discs(count: int = 600, side: int = 32) -> Split:
     """Images of three discs under noise, and where the discs are."""
-    source, line = seeded(5), torch.arange(float(side))
+    source, line = start_source(5), torch.arange(float(side))
     inside = torch.zeros(count, side, side)
     for _ in range(3):
         centre, radius = torch.rand(2, count, 1, 1, generator=source) * side, torch.rand(count, 1, 1, generator=source)
@@ -258,7 +258,7 @@ def discs(count: int = 600, side: int = 32) -> Split:
 
 def heavy_tails(count: int = 6000) -> Split:
     """Four smooth functions of twelve inputs; a tenth of the noise is a Cauchy variable, cut."""
-    source = seeded(6)
+    source = start_source(6)
     x, weights = torch.randn(count, 12, generator=source), torch.randn(12, 4, generator=source)
     noise = torch.randn(count, 4, generator=source) / torch.randn(count, 4, generator=source).abs().clamp(min=0.1)
     return cut(x, 2 * (x @ weights).sin() + 0.5 * x[:, :4] * x[:, 4:8] + 0.1 * noise, 5000)
@@ -267,7 +267,7 @@ def heavy_tails(count: int = 6000) -> Split:
 def digits() -> Split:
     """scikit-learn's images of digits."""
     x, y = (torch.from_numpy(part) for part in datasets.load_digits(return_X_y=True))
-    order = torch.randperm(len(x), generator=seeded(8))
+    order = torch.randperm(len(x), generator=start_source(8))
     return cut((x[order].float() - 8) / 6, y[order], 1400)
 
 
@@ -280,7 +280,7 @@ def fashion(train: int, copies: bool) -> Split:
 
 def pattern(count: int = 12_000) -> Split:
     """Rings, a spiral and a chess board as the three colours of places."""
-    places = torch.rand(count, 2, generator=seeded(10))
+    places = torch.rand(count, 2, generator=start_source(10))
     apart = places - 0.5
     radius, angle = apart.norm(dim=-1), torch.atan2(apart[:, 1], apart[:, 0])
     board = 2 * ((12 * places).floor().sum(-1) % 2) - 1
@@ -291,13 +291,13 @@ def pattern(count: int = 12_000) -> Split:
 
 def brackets(count: int = 3000, length: int = 40) -> Split:
     """Signs that open and close, and the depth after each."""
-    signs = torch.randint(len(BRACKETS), (count, length), generator=seeded(12))
+    signs = torch.randint(len(BRACKETS), (count, length), generator=start_source(12))
     return cut(signs, BRACKETS[signs].cumsum(1) % DEPTHS, 2500)
 
 
 def topics(count: int = 8000, length: int = 20) -> Split:
     """Words of Zipf's frequencies, and the topics that some of them speak of."""
-    source = seeded(13)
+    source = start_source(13)
     some = torch.rand(WORDS, TOPICS, generator=source) < 0.1
     weights = 3 * some * torch.randn(WORDS, TOPICS, generator=source)
     often = (1 / torch.arange(1.0, WORDS + 1)).expand(count, -1)
@@ -306,7 +306,7 @@ def topics(count: int = 8000, length: int = 20) -> Split:
     return cut(words, (scores > 0).float(), 7000)
 
 
-def seeded(seed: int) -> torch.Generator:
+def start_source(seed: int) -> torch.Generator:
     """A source of random numbers."""
     return torch.Generator().manual_seed(seed)
 
@@ -348,14 +348,14 @@ UNSEEN: dict[str, StepWorkload] = {
         lambda: judge("Digits, twelve residual blocks without norms", DeepResidual, digits), 64, 100, ("head.weight",)
     ),
     "separable": workload(
-        lambda: judge("Fashion-MNIST, separable convolutions", Separable, partial(fashion, 6000, copies=False)),
+        lambda: judge("Fashion-MNIST, separable convolutions", SeparableNetwork, partial(fashion, 6000, copies=False)),
         *(64, 120, ("head.weight",)),
     ),
     "painter": workload(
         lambda: regress("painter", "Colours of a plane from sines", Painter, pattern), 512, 200, ("body.6.weight",)
     ),
     "brackets": workload(
-        lambda: judge("Depth of brackets, an LSTM of two layers", Counter, brackets, dim=1),
+        lambda: judge("Depth of brackets, an LSTM of two layers", BracketCounter, brackets, dim=1),
         *(50, 250, ("symbol.weight", "head.weight")),
     ),
     "topics": workload(
