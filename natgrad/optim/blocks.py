@@ -161,16 +161,17 @@ class Averages:
 
     def complete(self, update: BatchUpdate) -> BatchUpdate:
         """The update of a whole step: rows of parts, and processes, that did not use a block have zero derivatives."""
-        blocks = dict(update.blocks)
+        blocks = dict[str, Block]()
         for key, rows in update.reached.items():
-            block = blocks.get(key)
+            block = update.blocks.get(key)
             if block is None or block.totals is None or not block.weight or not rows < update.rows:
                 continue
             weight, totals = block.weight + update.rows - rows, dict(block.totals)
             if block.layer is not None:
                 totals = self.structure.stretch_inputs(block.layer, totals, weight / block.weight)
             blocks[key] = replace(block, weight=weight, totals=totals)
-        return replace(update, blocks=blocks)
+        # the same mapping where none changed: stacks are arranged anew for another one
+        return replace(update, blocks={**update.blocks, **blocks}) if blocks else update
 
     def _weigh(self, reading: Reading, update: BatchUpdate) -> Iterator[tuple[Block, Seen | Statistics, Count]]:
         """What was seen of each block, weighted by rows, and what all processes saw. Layers leave the reading."""
