@@ -127,3 +127,15 @@ def test_a_step_of_a_deep_model_launches_and_reads_as_often_as_of_a_shallow_one(
     assert deep.read == shallow.read <= 3
     assert many.computed > few.computed  # an update goes layer by layer, but for what the host reads
     assert many.read == few.read <= 12
+
+
+def test_blocks_are_arranged_anew_where_they_are_new_alone() -> None:
+    model, arranged = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), list[bool]()
+    opt = ng.kfac(model, nn.CrossEntropyLoss(), update_every=5)
+    for _ in range(30):
+        before = state_of(opt).blocks
+        opt.zero_grad()
+        opt.loss(model(torch.randn(20, 4)), torch.randint(3, (20,))).backward()
+        opt.step()
+        arranged.append(state_of(opt).blocks is not before)
+    assert 0 < sum(arranged[15:]) < 6
