@@ -32,7 +32,7 @@ from natgrad.ground.constants import (
     UNKNOWN,
     YOUNG,
 )
-from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norm, measure_norms, torch_plain
+from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norms, torch_plain
 from natgrad.ground.whole_tensors import WholeTensors
 from natgrad.layers import Seen
 from natgrad.optim.blocks import (
@@ -62,12 +62,14 @@ from natgrad.rules import (
     Memory,
     Objective,
     Parts,
+    Products,
     Quadratic,
     RunFacts,
     Step,
     SystemFacts,
     Vector,
     inner_product,
+    inner_products,
 )
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -158,6 +160,7 @@ class BlockWork(Work):
         stacks: The gradients and their new running means, blocks that are alike together.
         shaped: The directions of these stacks, where the rule shapes them.
         vectors: What the rule remembers, by parameter.
+        signal: |m|^2, |g|^2, and what |m|^2 would be on average for gradients that are noise alone.
     """
 
     def __init__(self, choices: Choices, state: State, batch: Batch, evidence: BlockEvidence) -> None:
@@ -177,6 +180,7 @@ class BlockWork(Work):
         if any(self.strengths.values()):
             self.gradients = Penalised(batch.gradients, self.values, self.strengths)
         self.stacks, self.shaped, self.vectors = list[StackGradient](), list[Tensor](), dict(state.vectors)
+        self.signal = [0.0, 0.0, 0.0]
 
     @cached_property
     def errors(self) -> ErrorScale:
@@ -236,34 +240,34 @@ class BlockWork(Work):
     def propose(self) -> Quadratic | None:
         """The quadratic model with the blocks' directions as its proposal; None where no block can be solved yet."""
         self.values.gather()
-        directions, slopes, levels = self.directions()
+        directions, products, levels = self.directions()
         if not directions:
             return None
-        self.follow_signal()
-        errors = self.errors
         vector = Parts(directions, {name: -self.rates[name] for name in directions})
-        rates = {self.rates[name] for name in directions}
-        even, forms, slope = len(rates) == 1, None, None
+        even, full = len({self.rates[name] for name in directions}) == 1, None
         if self.shapes:
-            full, promise = None, Lazy(partial(self.promise, vector, levels))
+            promise, slope = Lazy(partial(self.promise, vector, levels)), None
             if even and not self.owners.apart:
-                slope = Lazy(partial(self.slope_of_stacks, rates.pop()))
+                slope = Lazy(partial(self.slope_of_stacks, self.rates[next(iter(directions))]))
             if self.sample is not None:
-                self.measure(vector.tensors(), self.averages.forms(self.state.blocks, vector, levels))
+                forms = self.averages.forms(self.state.blocks, vector, levels)
+                self.measure(vector.tensors(), dict(zip(forms, list_numbers(join_scalars(forms)), strict=True)))
+            proposal = BlockStep(vector, promise, promise, None, {}, slope=slope)
         else:
-            parts = join_scalars(slopes)
-            forms = tuple(slopes), parts * as_tensor_like([self.rates[name] ** 2 for name in slopes], parts)
-            full, promise = parts.sum(), Lazy(value=forms[1].sum())
+            self.follow_signal()
+            full = sum(known.promise for known in products.values())
+            rated = {name: known.scale_by(-self.rates[name]) for name, known in products.items()}
             if self.sample is not None:  # a common rate cancels: no copies
-                rated = slopes if even else dict(zip(slopes, forms[1].unbind(), strict=True))
-                self.measure(directions if even else vector.tensors(), rated)
-        excess, settings = self.state.length.excess, self.settings.values()
-        true = self.form_of_blocks(vector) if excess is None else promise.scale_by(excess.to(self.device))
+                promised = {name: known.promise for name, known in (products if even else rated).items()}
+                self.measure(directions if even else vector.tensors(), promised)
+            proposal = BlockStep.of_products(vector, rated)
+        errors, excess, settings = self.errors, self.state.length.excess, self.settings.values()
+        true = self.form_of_blocks(vector) if excess is None else proposal.promise.scale_by(excess)
         return Quadratic(
             gradient=Parts(self.gradients),
             operator=None,
             damping=float(next(iter(settings))["damping"]),
-            proposal=BlockStep(vector, true, promise, excess, self.without_penalty(levels), forms, slope),
+            proposal=replace(proposal, true=true, ratio=excess, levels=self.without_penalty(levels)),
             nats=self.batch.nats,
             loss=math.nan if self.loss is None else self.loss,
             run=RunFacts(
@@ -286,13 +290,13 @@ class BlockWork(Work):
             ),
         )
 
-    def directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-        """d by name, (G + damping I)^-1 m unless the rule shapes it, the slopes d^T m, and the damping by name."""
+    def directions(self) -> tuple[dict[str, Tensor], dict[str, Products], dict[str, float]]:
+        """d by name, (G + damping I)^-1 m unless the rule shapes it, what is known of it, and the damping by name."""
         gradients, named = self.batch.gradients, self.averages.named
         known = (self.state.stacks, self.state.blocks, gradients, self.momenta, self.is_ready, self.shapes, named)
         blocks, stacks = arrange(*known)
         self.stacks = stack_gradients(stacks.parts, self.gradients, self.momenta, named)
-        steps, slopes, parts = self.shape_directions() if self.shapes else self.solve_directions()
+        steps, products, parts = self.shape_directions() if self.shapes else self.solve_directions()
         levels = dict(stacks.levels)
         if len(parts) == len(stacks.parts):
             stacks = replace(stacks, parts=tuple(parts))
@@ -300,35 +304,43 @@ class BlockWork(Work):
             stacks = Stacks(rest=(*parts, *stacks.rest))
         self.state = replace(self.state, blocks=blocks, stacks=stacks)
         if not self.owners.apart:
-            return steps, slopes, levels
+            return steps, products, levels
         keys = {name: key for key, block in blocks.items() for name in block.layout.names}
-        return self.owners.share_directions(gradients, steps, slopes, levels, keys)
+        return self.owners.share_directions(gradients, steps, products, levels, keys)
 
     def is_ready(self, key: str, block: Block) -> bool:
         """Whether a block has what its direction takes, and is this process's."""
         return block.level is not None and self.owners.holds(key) and (block.inverse is not None or not self.inverts)
 
-    def solve_directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Stack]]:
-        """(G + damping I)^-1 m by name, d^T m, and the stacks after it."""
-        steps, slopes = dict[str, Tensor](), dict[str, Tensor]()
-        names = self.batch.gradients.keys()
-        for stack in self.stacks:
-            known, rates = stack.after, {self.rates[name] for name in stack.after.names}
-            if known.inverse is not None and len(rates) == 1:
-                matrices = stack.mean.to(known.inverse.dtype)
-                solved = known.inverse.mv(matrices.reshape(-1)).view(matrices.shape)
-                steps |= split_stack(known, solved)
-                promised = (matrices * solved).sum((1, 2, 3)).unbind()
-                slopes |= zip([block.layout.names[0] for block in known.blocks], promised, strict=True)
-                continue
-            for block, mean in zip(known.blocks, stack.mean.unbind(), strict=True):
-                solved, promised = self.averages.direction(block, mean, names, self.rates)
-                steps |= solved
-                slopes |= promised
-        return steps, slopes, [stack.after for stack in self.stacks]
+    def solve_directions(self) -> tuple[dict[str, Tensor], dict[str, Products], list[Stack]]:
+        """d = (G + damping I)^-1 m by name, what is known of it by block, and the stacks after it.
 
-    def shape_directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Stack]]:
-        """The rule's directions by name, no slopes, and the stacks after them."""
+        Products are read at once: of a block whose parameters share a rate and a momentum, else of each parameter.
+        """
+        steps, firsts, tables = dict[str, Tensor](), list[tuple[str, int]](), list[Tensor]()
+        for stack in self.stacks:
+            known, solved = stack.after, self.averages.solve(stack.after, stack.mean)
+            parts = split_stack(known, solved)
+            steps |= parts
+            if known.even and all(len({self.rates[n] for n in block.layout.names}) == 1 for block in known.blocks):
+                names = [block.layout.names[0] for block in known.blocks]
+                tables.append(inner_products([stack.gradient, stack.mean, solved]))
+            else:
+                names, sides = list(parts), [split_stack(known, side) for side in (stack.gradient, stack.mean)]
+                tables += [inner_products([side[n].unsqueeze(0) for side in (*sides, parts)]) for n in names]
+            firsts += [(name, known.counts.get(name, 0)) for name in names]
+        home = self.device
+        numbers = list_numbers(torch.cat([table.to(home, torch.float64) for table in tables])) if tables else []
+        products = dict[str, Products]()
+        for (name, count), ((square, _, slope), (_, mean, promise), (*_, size)) in zip(firsts, numbers, strict=True):
+            products[name] = Products(promise, slope, size)
+            if decay := self.momenta[name]:  # without momentum nothing is known of the noise
+                signal = (mean, square, square * noise_in_mean(decay, count))
+                self.signal = [before + now for before, now in zip(self.signal, signal, strict=True)]
+        return steps, products, [stack.after for stack in self.stacks]
+
+    def shape_directions(self) -> tuple[dict[str, Tensor], dict[str, Products], list[Stack]]:
+        """The rule's directions by name, nothing that is known of them, and the stacks after them."""
         steps, parts, examples = dict[str, Tensor](), list[Stack](), float(self.counts.get("examples", 0))
         shaped = self.rule.shape_stacks([self.view(stack, examples) for stack in self.stacks])
         for stack, (directions, memory) in zip(self.stacks, shaped, strict=True):
@@ -392,30 +404,20 @@ class BlockWork(Work):
 
     def follow_signal(self) -> None:
         """Follow how much of the gradients is signal; turn to the rule's own directions where that is little."""
-        if not self.rule.turns_at or self.turned or self.batch.uncut is not None:  # a gradient that was cut is none
-            return
-        means, counts = dict[str, Tensor](), dict[str, int]()
-        for stack in self.stacks:
-            if stack.after.mean is not None:
-                means |= split_stack(stack.after, stack.after.mean)
-                counts |= stack.after.counts
-        decays = {name: self.momenta[name] for name in means if self.momenta[name]}
-        if not (decays or self.owners.apart):  # without momentum nothing is known
-            return
-        norms = {n: measure_norm(self.gradients[n]) if self.strengths[n] else self.batch.norms[n] for n in decays}
-        sums = signal_sums(norms, means, counts, decays) if decays else torch.zeros(3)
+        sums = self.signal
         if self.owners.apart:
-            sums = self.processes.sum(sums.double().to(self.device))
-            if not bool(sums[1] > 0):
-                return
-        noise, is_low = follow_signal(self.state.noise, self.state.step, list_numbers(sums), self.rule.turns_at)
+            sums = list_numbers(self.processes.sum(torch.tensor(sums, dtype=torch.float64, device=self.device)))
+        # a gradient that was cut is none
+        if not self.rule.turns_at or self.batch.uncut is not None or not sums[1] > 0:
+            return
+        noise, is_low = follow_signal(self.state.noise, self.state.step, sums, self.rule.turns_at)
         self.state = replace(self.state, noise=noise)
         if is_low:
             self.state = turn(self.state)
 
     # the metric along a vector
 
-    def measure(self, moves: Mapping[str, Tensor], promised: Mapping[str, Tensor]) -> None:
+    def measure(self, moves: Mapping[str, Tensor], promised: Mapping[str, float]) -> None:
         """Measure the metric along the proposal on the pass of the step."""
         assert self.sample is not None
         step, pace = self.state.step, self.state.pace
@@ -425,7 +427,7 @@ class BlockWork(Work):
         # an excess far from what was measured falls on: ask again at the next update
         pace = replace(pace, measured=-1 if length.falls else step)
         if not self.shapes and length.excess is not None:
-            measured = averaged = float(length.excess * sum_scalars(promised).to(length.excess))
+            measured = averaged = length.excess * sum(promised.values())
             # what today's inverses promise is damped, and no less than the averages alone: they need not be asked
             if not (pace.inverted == step and length.excess >= 1.0):
                 averaged = float(self.promise(Parts(moves), self.strengths))
@@ -443,7 +445,7 @@ class BlockWork(Work):
         if self.sample is not None:
             true = Lazy(partial(self.form_on_sample, self.sample, vector))
         else:
-            true = self.form_of_blocks(vector) if excess is None else promise.scale_by(excess.to(self.device))
+            true = self.form_of_blocks(vector) if excess is None else promise.scale_by(excess)
         return BlockStep(vector, true, promise, excess, self.without_penalty(levels))
 
     def step_on_batch(self, step: Step) -> BlockStep | None:
@@ -454,7 +456,7 @@ class BlockWork(Work):
         nats = 0.5 * float(self.batch.nats) * form
         length = compare_kl(self.state.length, self.state.step, nats, expected)
         self.state = replace(self.state, length=length)
-        return None if math.isnan(form) else replace(step, true=Lazy(value=torch.full_like(step.form(), form)))
+        return None if math.isnan(form) else replace(step, true=Lazy(value=form))
 
     def form_of_blocks(self, vector: Parts) -> Lazy:
         """The form of the blocks, and a penalty's."""
@@ -539,13 +541,13 @@ class BlockWork(Work):
 
     def move(self, model: Quadratic, step: BlockStep) -> None:
         """New parameters, and what is told of the step."""
+        assert isinstance(model.proposal, BlockStep)
         form, vector, proposal, report = step.known_form(), step.vector, model.proposal.vector, self.report
-        assert isinstance(proposal, Parts)
         alike = vector.parts is proposal.parts and vector.shares is proposal.shares  # only scaled
-        if isinstance(model.proposal, BlockStep) and model.proposal.ratio is not None:
+        if model.proposal.ratio is not None:
             report["excess"] = model.proposal.ratio
         report["cuts"] = model.cuts
-        report["rate"] = vector.length if alike else vector.norm() / proposal.norm()
+        report["rate"] = vector.length if alike else step.norm() / model.proposal.norm()
         if form is not None:
             report["kl"] = 0.5 * self.batch.nats * form
         starts = [self.values[name] for name in vector]
@@ -557,7 +559,7 @@ class BlockWork(Work):
 
     def is_sound(self) -> bool:
         """Whether no parameter becomes NaN or infinite, and the length of the step is a number."""
-        return stay_finite(self.values, self.moved, self.report.get("kl"))
+        return stay_finite(self.values, self.moved, self.report.get("kl", 0.0))
 
     def finish(self) -> State:
         """The state after a step that is taken."""
@@ -576,24 +578,14 @@ class BlockWork(Work):
         return guard.count_unmoved(float(rate), bool(self.batch.norm > 0))
 
 
-def signal_sums(
-    norms: Mapping[str, Tensor], means: Mapping[str, Tensor], counts: Mapping[str, int], decays: Mapping[str, float]
-) -> Tensor:
-    """|m|^2, |g|^2, and what |m|^2 would be on average for gradients that are noise alone: (3,), double precision.
+def noise_in_mean(decay: float, count: int) -> float:
+    """E|m|^2 / E|g|^2 for gradients g that are noise alone, and their mean m, corrected for its start.
 
     A mean over k gradients with weights in proportion to b^i has (1 - b) / (1 + b) (1 + b^k) / (1 - b^k) of one
     gradient's variance.
     """
-    weights = list[tuple[float, float]]()
-    for name in norms:
-        decay, faded = decays[name], decays[name] ** counts[name]
-        weights.append(((1 - faded) ** -2, (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)))
-    sizes = measure_norms([means[name] for name in norms])
-    home = sizes[0].device
-    table = torch.stack([norm.to(home, torch.float64) for norm in (*sizes, *norms.values())])
-    mean, single = table.square().view(2, -1)
-    corrected, noise = torch.tensor(weights, dtype=torch.float64, device=home).T
-    return torch.stack([corrected @ mean, single.sum(), noise @ single])
+    faded = decay**count
+    return (1 - decay) / (1 + decay) * (1 + faded) / (1 - faded)
 
 
 # when statistics, inverses and measurements are due
@@ -682,7 +674,7 @@ def measure_excess(
     length: Length,
     sample: Reading,
     steps: Mapping[str, Tensor],
-    promised: Mapping[str, Tensor],
+    promised: Mapping[str, float],
     named: Mapping[str, Tensor],
     processes: Processes,
     penalty: Tensor | float = 0.0,
@@ -697,27 +689,27 @@ def measure_excess(
     sample: a part of the step's pass. steps: d, by name. promised: the steps' d^T m, by parameter as they are. penalty:
     what the form has besides the metric.
     """
-    form, promise = pool_form(sample, steps, promised, named, processes)
-    form = form + sample.all_rows * penalty
-    before, fresh = length.excess, form / promise
-    falls = before is not None and bool(fresh < FALLS_TO**2 * before)
-    if before is not None:
+    pooled, promise = pool_form(sample, steps, promised, named, processes)
+    form, before = float(pooled + sample.all_rows * penalty), length.excess
+    last = 1.0 if before is None else before
+    if not promise > 0:  # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
+        return replace(length, excess=min(last, LARGEST_RATIO), falls=False)
+    fresh, falls = form / promise, before is not None and form / promise < FALLS_TO**2 * before
+    if before is not None and fresh < FALLS_TO * before:
         # a few examples carry the metric of a network that is nearly right, and a pass may miss them
-        fresh = torch.maximum(fresh, FALLS_TO * before)
-    last = torch.ones_like(promise) if before is None else before
-    fresh = torch.where(torch.isfinite(fresh), fresh, 10 * last.clamp(min=1.0))
-    # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
-    excess = torch.where((form == 0) | ~(promise > 0), last, fresh).clamp(max=LARGEST_RATIO)
-    return replace(length, excess=excess, falls=falls)
+        fresh = FALLS_TO * before
+    if not math.isfinite(fresh):
+        fresh = 10 * max(last, 1.0)
+    return replace(length, excess=min(last if form == 0 else fresh, LARGEST_RATIO), falls=falls)
 
 
 def pool_form(
     sample: Reading,
     steps: Mapping[str, Tensor],
-    promised: Mapping[str, Tensor],
+    promised: Mapping[str, float],
     named: Mapping[str, Tensor],
     processes: Processes,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, float]:
     """step^T G step, and what was promised of the parameters that a process's sample covers; times the rows of all."""
     like, share = next(iter(steps.values())), sample.share
     squares, sums, names = squares_and_sums(sample, steps, named)
@@ -726,8 +718,7 @@ def pool_form(
     totals = processes.sum(torch.cat([share * as_tensor_like(squares, like).reshape(1), share**0.5 * sums, covered]))
     form = totals[0] + totals[1 : 1 + len(sums)].square().sum()
     parts = zip(promised.values(), list_numbers(totals[1 + len(sums) :]) if promised else [], strict=True)
-    promises = [value.to(form) for value, processes in parts if processes > 0]
-    return form, sample.all_rows * (torch.stack(promises).sum() if promises else torch.zeros_like(form))
+    return form, sample.all_rows * sum(value for value, processes in parts if processes > 0)
 
 
 def sample_examples(reading: Reading) -> Reading:

@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.ground.constants import FEWEST_ROWS, MOMENTS, RAISES
 from natgrad.ground.exchanges import Sums
 from natgrad.ground.pure import leaves
-from natgrad.ground.typed_torch import list_numbers
+from natgrad.ground.typed_torch import list_numbers, split_tensor
 from natgrad.ground.whole_tensors import gather_whole, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
 from natgrad.operators import (
@@ -28,7 +28,7 @@ from natgrad.operators import (
 from natgrad.optim.guard import Guard, are_finite
 from natgrad.optim.processes import ArrivingSums, Cost, Owners, cost_of
 from natgrad.optim.reading import Reading
-from natgrad.optim.state import Block, Hearing, single
+from natgrad.optim.state import Block, Hearing, Stack, single
 from natgrad.rules import Parts, Rule, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight
 
@@ -439,24 +439,14 @@ class Averages:
             {n: parts[n] if n in parts else zeros_whole(self.named[n], dtype) for n in block.layout.names}
         )
 
-    def direction(
-        self, block: Block, mean: Tensor, names: Collection[str], rates: Mapping[str, float]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """d = (G + damping I)^-1 m by name, and d^T m by name, under the first for all parameters that share a rate.
-
-        A parameter without a gradient counts as one whose gradient is zero, and does not move.
-
-        mean: m as the block's matrix. names: those with a gradient.
-        """
-        inverse, own = block.inverse, block.layout.names
-        assert inverse is not None
-        matrix = mean.to(inverse.dtype)
-        solved = inverse.mv(matrix.reshape(-1)).view(block.layout.matrix_shape)
-        parts = {name: part for name, part in block.layout.split(solved).items() if name in names}
-        if len(parts) == len(own) and len({rates[n] for n in own}) == 1:  # the usual case, without copies
-            return parts, {own[0]: inner_product(matrix, solved)}
-        means = block.layout.split(matrix)
-        return parts, {name: inner_product(means[name], part) for name, part in parts.items()}
+    def solve(self, stack: Stack, mean: Tensor) -> Tensor:
+        """(G + damping I)^-1 m for the matrices of a stack; a parameter without a gradient has zeros."""
+        inverses = [block.inverse for block in stack.blocks] if stack.inverse is None else [stack.inverse]
+        rows, solved = split_tensor(mean, len(mean) // len(inverses)), list[Tensor]()
+        for inverse, row in zip(inverses, rows, strict=True):
+            assert inverse is not None
+            solved.append(inverse.mv(row.to(inverse.dtype).reshape(-1)).view(row.shape))
+        return solved[0] if len(solved) == 1 else torch.cat(solved)
 
     def forms(self, blocks: Mapping[str, Block], step: Parts, levels: Mapping[str, float]) -> dict[str, Tensor]:
         """d^T (G + damping I) d by the first name of every block that moves, by one product each."""

@@ -223,7 +223,7 @@ def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
     return [all(list(islice(sound, len(group)))) for group in sums]  # each group to its end
 
 
-def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | None = None) -> bool:
+def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | float = 0.0) -> bool:
     """Whether no parameter becomes NaN or infinite; an entry that is so already, and stays, does no harm.
 
     size: a number that must be finite, such as the step's length in the metric: one that overflows is cut to nothing,
@@ -231,12 +231,11 @@ def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size:
     """
     # Euclidean norms cost a tenth of the largest entries; one that overflows is looked at entry by entry
     sizes = measure_norms(list(after.values()))
-    known = sizes if size is None else [*sizes, size]
-    if not sizes or math.isfinite(float(torch.stack([number.to(sizes[0]) for number in known]).sum())):
+    known = [*sizes, size] if isinstance(size, Tensor) else sizes
+    total = float(torch.stack([number.to(sizes[0]) for number in known]).sum()) if sizes else 0.0
+    if math.isfinite(total) and (isinstance(size, Tensor) or math.isfinite(size)):
         return True
-    return (size is None or bool(torch.isfinite(size))) and all(
-        stays_finite(before[name], new) for name, new in after.items()
-    )
+    return math.isfinite(float(size)) and all(stays_finite(before[name], new) for name, new in after.items())
 
 
 # what is said of a run that no longer learns

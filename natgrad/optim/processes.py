@@ -34,6 +34,7 @@ from natgrad.ground.whole_tensors import any_split, is_fully_sharded, is_split, 
 from natgrad.layers import GraphLeaves, Layout, Seen
 from natgrad.optim.guard import NotFiniteError
 from natgrad.optim.passes import Loss
+from natgrad.rules import Products
 from natgrad.structures import Layerwise, Statistics
 
 # Processes that train one model together hold the same one: compared once, before they add anything up
@@ -995,17 +996,23 @@ class Owners:
         self,
         gradients: Mapping[str, Tensor],
         steps: Mapping[str, Tensor],
-        slopes: Mapping[str, Tensor],
+        products: Mapping[str, Products],
         levels: Mapping[str, float],
         keys: Mapping[str, str],
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-        """The directions, slopes and damping of all blocks by name, from their owners."""
-        like = next(iter(gradients.values()))
-        all_slopes = self.share_scalars(dict(slopes), keys, like)
-        damping = self.share_scalars(dict(levels), keys, like.new_zeros((), dtype=torch.float64))
-        moved = self.share_scalars(dict.fromkeys(steps, 1.0), keys, like)
+    ) -> tuple[dict[str, Tensor], dict[str, Products], dict[str, float]]:
+        """The directions of all blocks by name, what is known of them and the damping, from their owners."""
+        none = (0.0,) * len(Products._fields)
+        own = [(n in steps, n in levels, levels.get(n, 0.0), n in products, *products.get(n, none)) for n in keys]
+        table = torch.tensor(own, dtype=torch.float64, device=next(iter(gradients.values())).device)
+        moved, damping, known = list[str](), dict[str, float](), dict[str, Products]()
+        for name, (moves, levelled, level, has, *numbers) in zip(
+            keys, list_numbers(self.processes.sum(table, "scalars")), strict=True
+        ):
+            moved += [name] if moves else []
+            damping |= {name: level} if levelled else {}
+            known |= {name: Products(*numbers)} if has else {}
         directions = self.share_parts(dict(steps), {name: gradients[name] for name in moved}, keys)
-        return directions, all_slopes, {name: float(level) for name, level in damping.items()}
+        return directions, known, damping
 
     def share_parts(
         self, directions: Mapping[str, Tensor], like: Mapping[str, Tensor], keys: Mapping[str, str]

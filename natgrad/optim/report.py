@@ -15,7 +15,7 @@ from torch import Tensor
 
 from natgrad.ground.messages import write_table
 from natgrad.optim.state import Noise
-from natgrad.rules import NoiseAware, Rule, SpectralProgress
+from natgrad.rules import NoiseAware, Rule, SpectralProgress, read_cut
 
 
 class Row(NamedTuple):
@@ -151,7 +151,7 @@ def show(value: float | str | None) -> str:
 
 def read_cuts(cuts: Mapping[str, Any]) -> dict[str, float]:
     """What a rule says of its bounds, as numbers."""
-    return {name: cut if isinstance(cut, float) else float(cut()) for name, cut in cuts.items()}
+    return {name: read_cut(cut) for name, cut in cuts.items()}
 
 
 def state_report(numbers: Mapping[str, Any], step: int, failures: int, refused: int) -> StateReport:

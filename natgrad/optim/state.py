@@ -491,7 +491,7 @@ class Length:
     """What is known of the metric along steps."""
 
     # d^T G d over what the blocks promise of it, as it was measured last, `Step.excess`; None before
-    excess: Tensor | None = None
+    excess: float | None = None
     falls: bool = False  # True if that measurement was far below the excess that it left
     fallen: float = 1.0  # the metric as measured over its running averages, at most 1
     doubt: float = UNKNOWN  # how many times the estimate of a step's KL may be too small
@@ -614,7 +614,7 @@ class State:
         clock = {"step": self.step, "seen": self.seen, **counts, **vars(self.pace), **vars(self.noise)}
         clock |= {name: value for name, value in vars(self.length).items() if name not in ("excess", "falls")}
         clock |= {"error": self.hearing.error, "sizes": [self.guard.square, self.guard.weight]}
-        hearing, excess = self.hearing, self.length.excess
+        hearing = self.hearing
         return {
             "clock": clock | {"signal": list(self.noise.signal)},
             "blocks": {key: list(block.layout.names) for key, block in self.blocks.items()},
@@ -624,7 +624,7 @@ class State:
             "places": [[key, *found] for key, found in hearing.places.items()],
             "heard": [hearing.readings, hearing.unsure, self.outside.updates, self.outside.warned],
             # always a tensor, which a fresh one's can take
-            "ratio": torch.zeros(()) if excess is None else excess,
+            "ratio": torch.tensor(self.length.excess or 0.0, dtype=torch.float64),
             "errors": None if hearing.errors is None else hearing.errors.save(),
             "outside": self.outside.save(),
             "damping": self.system.level,
@@ -653,7 +653,7 @@ class State:
 
         counts = {name: clock[name] for name in COUNTS if name in clock}
         square, weight = clock.get("sizes", (0.0, 0.0))
-        excess, (readings, unsure, updates, warned) = extra.get("ratio"), extra.get("heard", (0, False, step, False))
+        readings, unsure, updates, warned = extra.get("heard", (0, False, step, False))
         hearing = Hearing(
             frozenset(extra.get("trusted", ())),
             frozenset(extra["refused"]) if "clock" in extra else frozenset(),
@@ -670,7 +670,7 @@ class State:
             clock.get("seen", 0),
             system=SystemMemory(extra.get("damping", 0.0), memory, prepared),
             pace=part(Pace),
-            length=part(Length, excess=excess if excess is not None and bool(excess > 0) else None),
+            length=part(Length, excess=float(extra.get("ratio", 0.0)) or None),
             noise=part(Noise, signal=tuple(clock.get("signal", (0.0, 0.0, 0.0)))),
             hearing=hearing,
             outside=OutsideLosses.load(extra.get("outside"), named, updates, warned),

@@ -12,12 +12,15 @@ from natgrad.rules.quadratic import (
     Lazy,
     Memory,
     Parts,
+    Products,
     Quadratic,
     RunFacts,
     Step,
     SystemFacts,
     Vector,
     inner_product,
+    inner_products,
+    read_cut,
 )
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.spectral_progress import SpectralProgress
@@ -66,6 +69,7 @@ __all__ = [
     "Objective",
     "OnlineRadius",
     "Parts",
+    "Products",
     "Quadratic",
     "Rate",
     "Relative",
@@ -82,7 +86,9 @@ __all__ = [
     "as_damping",
     "check_backtracking",
     "inner_product",
+    "inner_products",
     "leads_down",
+    "read_cut",
     "refuse_measured_kl",
     "require_loss",
     "shorten",

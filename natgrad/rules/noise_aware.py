@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.constants import FRESH, MOST_NATS
-from natgrad.ground.typed_torch import measure_norm, measure_norms
+from natgrad.ground.typed_torch import list_numbers, measure_norms
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, StackMemory
-from natgrad.rules.quadratic import BlockStep, Memory, Parts, Quadratic, Step
+from natgrad.rules.quadratic import BlockStep, Memory, Parts, Quadratic, Step, read_cut
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.spectral_progress import SpectralProgress, least_size
 from natgrad.rules.step_rules import MeasuredLength
@@ -94,8 +94,8 @@ class NoiseAware(Rule):
         return self.noise
 
     def turns_after(self, model: Quadratic) -> bool:
-        longer, far = model.cuts.get("move"), self.far * model.run.errors.size  # layers may have as far to go
-        return self.noise > 0 and longer is not None and self.move * float(longer()) > far
+        # layers may have as far to go as a regression's targets lie away
+        return self.noise > 0 and self.move * read_cut(model.cuts.get("move", 0.0)) > self.far * model.run.errors.size
 
     def rate_after(self, steps: int) -> float:
         return self.spectral.rate_after(steps)
@@ -128,62 +128,49 @@ class NoiseAware(Rule):
 
 def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step:
     """The step with |d_l| <= most * max(|theta_l|, floor sqrt(outputs)) for the parameters of each layer l together."""
-    vector = step.vector
-    if not isinstance(vector, Parts) or not model.layers.names or not math.isfinite(most):
+    if not isinstance(step, BlockStep) or not math.isfinite(most):
         return step
     blocks = zip(model.layers.names, model.layers.outputs, strict=True)
-    moving = (([name for name in names if name in vector.parts], outputs) for names, outputs in blocks)
+    moving = (([name for name in names if name in step.vector.parts], outputs) for names, outputs in blocks)
     layers = [(names, outputs) for names, outputs in moving if names]
     if not layers:
         return step
-    moved, bounds = room(model, vector, layers, most, floor)
-    for name, lengthen in model.cuts.items():  # without another bound this one still holds
+    squares, bounds = step.list_squares(), bound_moves(model, step.vector, layers, most, floor)
+    moved = [math.sqrt(sum(squares.get(name, 0.0) for name in names)) for names, _ in layers]
+    length = bounded_norm(moved, bounds) or math.nan
+    for name, longer in model.cuts.items():  # without another bound this one still holds
         if name != "lr":
-            model.cuts[name] = partial(lengthen_layers, moved, bounds, lengthen)
-    longer = float(measure_norm(moved) / measure_norm(torch.minimum(moved, bounds)))
-    model.cuts["move"] = partial(torch.tensor, longer)
+            model.cuts[name] = bounded_norm(moved, bounds, read_cut(longer)) / length
+    longer = model.cuts["move"] = math.hypot(*moved) / length
     if not longer > 1:
         return step
-    factors = torch.where(moved > bounds, bounds / moved, 1.0)
-    layer_of = {name: i for i, (layer, _) in enumerate(layers) for name in layer}
-    alone = len(layers)  # parameters without a layer keep their part
-    shares = torch.cat([factors, factors.new_ones(1)])[[layer_of.get(name, alone) for name in vector]]
-    limited = step.scale_layers(shares) if isinstance(step, BlockStep) else None
+    factors = dict.fromkeys(step.vector, 1.0)  # parameters without a layer keep their part
+    for (names, _), size, bound in zip(layers, moved, bounds, strict=True):
+        factors |= dict.fromkeys(names, bound / size if size > bound else 1.0)
+    limited = step.scale_layers(factors)
     if limited is None:
-        limited = model.along(vector.scale_each(shares))
+        limited = model.along(step.vector.scale_each(factors))
         limited.form()  # so that it is reported
     return limited
 
 
-def lengthen_layers(moved: Tensor, bounds: Tensor, lengthen: Callable[[], Tensor]) -> Tensor:
-    """How many times as long a step within bounds on its layers would be, were it longer before these."""
-    longer = moved * lengthen().to(moved)
-    return measure_norm(torch.minimum(longer, bounds)) / measure_norm(torch.minimum(moved, bounds))
+def bounded_norm(moved: Sequence[float], bounds: Sequence[float], longer: float = 1.0) -> float:
+    """|d| within bounds on its layers, were it `longer` times as long before these."""
+    return math.hypot(*(min(longer * size, bound) for size, bound in zip(moved, bounds, strict=True) if size))
 
 
-def room(
+def bound_moves(
     model: Quadratic, vector: Parts, layers: Sequence[tuple[Sequence[str], int]], most: float, floor: float
-) -> tuple[Tensor, Tensor]:
-    """How far each layer, its names and outputs, moves and may move, in double precision, shapes (layers,)."""
-    params, places, layer_of = list[Tensor](), list[int](), list[int]()
-    rates, fresh = list[float](), list[float]()
-    for i, (layer, outputs) in enumerate(layers):
-        own = [model.layers.params[name].detach() for name in layer]
-        params += own
-        places += [vector.places[name] for name in layer]
-        layer_of += [i] * len(layer)
-        rates.append(most * min(1.0, max(abs(vector.rate(name)) for name in layer)))
+) -> list[float]:
+    """How far each layer, its names and outputs, may move."""
+    params = [[model.layers.params[name].detach() for name in names] for names, _ in layers]
+    # squares of half precision overflow
+    norms = measure_norms([p.float() if p.element_size() < 4 else p for own in params for p in own])
+    sizes = iter(list_numbers(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])))
+    bounds = list[float]()
+    for (names, outputs), own in zip(layers, params, strict=True):
         least = floor if max(p.dim() for p in own) > 1 else FRESH  # scales and shifts start at 0 or 1
-        fresh.append(least_size(least, outputs, max(map(model.run.errors.of, layer))))
-    steps = vector.squares()[places].double()
-    sizes = [size.to(steps) for size in measure_norms([wide(p) for p in params])]
-    table = torch.stack([steps, torch.stack(sizes).square()])
-    where = torch.tensor(layer_of, device=steps.device)
-    moved, size = table.new_zeros(2, len(layers)).index_add_(1, where, table).sqrt()
-    fixed = torch.tensor([rates, fresh], dtype=torch.float64, device=steps.device)
-    return moved, fixed[0] * torch.maximum(size, fixed[1])
-
-
-def wide(p: Tensor) -> Tensor:
-    """p, at least in float32: squares of half precision overflow."""
-    return p.to(torch.promote_types(p.dtype, torch.float32))
+        fresh = least_size(least, outputs, max(map(model.run.errors.of, names)))
+        rate = most * min(1.0, max(abs(vector.rate(name)) for name in names))
+        bounds.append(rate * max(math.hypot(*islice(sizes, len(own))), fresh))
+    return bounds

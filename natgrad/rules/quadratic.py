@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from natgrad.ground.constants import KL_SLACK
 from natgrad.ground.messages import write_choices
-from natgrad.ground.typed_torch import as_tensor_like, measure_norm, measure_norms, torch_plain
+from natgrad.ground.typed_torch import (
+    as_tensor_like,
+    list_numbers,
+    measure_norm,
+    measure_norms,
+    split_tensor,
+    torch_plain,
+)
 from natgrad.operators import Operator
 from natgrad.solvers import Subspace
 
@@ -30,7 +37,7 @@ class Parts:
         parts: Tensors by name.
         rates: A factor by name; None: 1 for all.
         length: A factor that all have in common: a number, or a scalar tensor.
-        shares: Another factor of each, in their order, shape (parts,); None: 1 for all.
+        shares: Another factor by name; None: 1 for all.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class Parts:
         parts: Mapping[str, Tensor],
         rates: Mapping[str, float] | None = None,
         length: Tensor | float = 1.0,
-        shares: Tensor | None = None,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self.parts, self.rates, self.length, self.shares = parts, rates, length, shares
         self._sizes = list[Tensor]()
@@ -49,15 +56,9 @@ class Parts:
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)
 
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """The places of the names in their order."""
-        return {name: i for i, name in enumerate(self.parts)}
-
     def __getitem__(self, name: str) -> Tensor:
         part = self.parts[name]
-        factor = as_factor(self.length, part) * self.rate(name)
-        return part * (factor if self.shares is None else factor * self.shares[self.places[name]].to(part))
+        return part * (as_factor(self.length, part) * self.factor(name))
 
     def rate(self, name: str) -> float:
         """The factor of one parameter, without the common one.
@@ -67,16 +68,24 @@ class Parts:
         """
         return 1.0 if self.rates is None else self.rates[name]
 
-    def factors(self, like: Tensor) -> Tensor | float:
-        """What the parts are multiplied by: of each, shape (parts,), or one for all.
+    def factor(self, name: str) -> float:
+        """The rate and the share of one parameter.
+
+        Args:
+            name: The parameter's.
+        """
+        return self.rate(name) * (1.0 if self.shares is None else self.shares[name])
+
+    def factors(self, like: Tensor, names: Iterable[str] | None = None) -> Tensor | float:
+        """What the parts are multiplied by: of each, shape (names,), or one for all.
 
         Args:
             like: Of the dtype and on the device wanted.
+            names: Of which parts; None: of all.
         """
-        rates = [self.rate(name) for name in self.parts]
-        even = len(set(rates)) <= 1
-        factor = as_factor(self.length, like) * (rates[0] if even and rates else as_tensor_like(rates, like))
-        return factor if self.shares is None else factor * self.shares.to(like)
+        known = [self.factor(name) for name in names or self.parts]
+        even = len(set(known)) == 1
+        return as_factor(self.length, like) * (known[0] if even else as_tensor_like(known, like))
 
     def tensors(self) -> dict[str, Tensor]:
         """The entries by name."""
@@ -113,13 +122,14 @@ class Parts:
     def __sub__(self, other: Parts) -> Parts:
         return self + -1.0 * other
 
-    def scale_each(self, shares: Tensor) -> Parts:
+    def scale_each(self, shares: Mapping[str, float]) -> Parts:
         """The vector with each part times a factor of its own, without a copy.
 
         Args:
-            shares: The factors in the order of the parts, shape (parts,).
+            shares: The factors by name.
         """
-        factors = shares if self.shares is None else self.shares.to(shares) * shares
+        before = self.shares or {}
+        factors = {name: shares[name] * before.get(name, 1.0) for name in self.parts}
         return self._share_sizes(Parts(self.parts, self.rates, self.length, factors))
 
     def _share_sizes(self, scaled: Parts) -> Parts:
@@ -138,10 +148,7 @@ class Parts:
         home = pairs[0]
         products = torch.stack([product.to(home) for product in pairs])
         for vector in (self, other):
-            factors = vector.factors(home)
-            if isinstance(factors, Tensor) and factors.dim():
-                factors = factors[[vector.places[name] for name in names]]
-            products = products * factors
+            products = products * vector.factors(home, names)
         return products.sum()
 
     def squares(self) -> Tensor:
@@ -170,6 +177,8 @@ class Parts:
 
 Vector = Tensor | Parts
 Memory = dict[str, Vector]
+Cut = float | Callable[[], Tensor | float]
+"""How many times as long a step would be without a bound, or what makes that number."""
 
 
 def inner_product(first: Tensor, second: Tensor) -> Tensor:
@@ -180,6 +189,22 @@ def inner_product(first: Tensor, second: Tensor) -> Tensor:
         second: One of the same shape, whose dtype the product has.
     """
     return torch.dot(first.reshape(-1).to(second.dtype), second.reshape(-1))
+
+
+CHUNK = 2**20  # entries of each vector that are copied at once
+
+
+def inner_products(vectors: Sequence[Tensor]) -> Tensor:
+    """All inner products of r vectors with each other, of k each: shape (k, r, r).
+
+    Args:
+        vectors: r tensors (k, ...), in the dtype of the last.
+    """
+    rows = [vector.to(vectors[-1].dtype).flatten(1) for vector in vectors]
+    parts = [split_tensor(row, max(1, CHUNK // len(row)), 1) for row in rows]
+    tables = [torch.stack(part, 1) for part in zip(*parts, strict=True)]
+    products = [table @ table.mT for table in tables]
+    return products[0] if len(products) == 1 else torch.stack(products).sum(0)
 
 
 def as_factor(length: Tensor | float, like: Tensor) -> Tensor | float:
@@ -313,26 +338,21 @@ class FlatStep(Step):
 
 
 class Lazy:
-    """A scalar tensor that is made when it is first asked for, or that is known already.
+    """A number, or scalar tensor, that is made when it is first asked for, or that is known already.
 
     Args:
         make: Makes it.
         value: What it is, if that is known.
     """
 
-    def __init__(self, make: Callable[[], Tensor] | None = None, value: Tensor | None = None) -> None:
+    def __init__(self, make: Callable[[], Tensor | float] | None = None, value: Tensor | float | None = None) -> None:
         self.make, self.value = make, value
 
-    def __call__(self) -> Tensor:
+    def __call__(self) -> Tensor | float:
         if self.value is None:
             assert self.make is not None
             self.value = self.make()
         return self.value
-
-    @property
-    def is_known(self) -> bool:
-        """True if asking for it costs nothing."""
-        return self.value is not None
 
     def scale_by(self, factor: Tensor | float) -> Lazy:
         """factor times it.
@@ -341,6 +361,22 @@ class Lazy:
             factor: A number, or a scalar tensor.
         """
         return Lazy(lambda: factor * self()) if self.value is None else Lazy(value=factor * self.value)
+
+
+class Products(NamedTuple):
+    """What is known of a step d along some parameters, as numbers."""
+
+    promise: float  # d^T (G~ + damping I) d of the blocks G~
+    slope: float  # g . d
+    square: float  # |d|^2
+
+    def scale_by(self, factor: float) -> Products:
+        """Of factor * d.
+
+        Args:
+            factor: Any number.
+        """
+        return Products(factor * factor * self.promise, factor * self.slope, factor * factor * self.square)
 
 
 @dataclass(frozen=True)
@@ -353,47 +389,65 @@ class BlockStep(Step):
         promise: d^T (G~ + damping I) d of the blocks G~.
         ratio: true over promise, where it was measured.
         levels: Damping by name.
-        forms: Disjoint names of parameters, and their shares of the promise, shape (names,), where these are known.
+        products: What is known of disjoint parameters that make up d, by the first of each; None where it is not.
         slope: g . d; None where it takes a product.
     """
 
     vector: Parts  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     true: Lazy
     promise: Lazy
-    ratio: Tensor | None
+    ratio: float | None
     levels: Mapping[str, float]
-    forms: tuple[Sequence[str], Tensor] | None = None
+    products: Mapping[str, Products] | None = None
     slope: Lazy | None = None
 
+    @staticmethod
+    def of_products(vector: Parts, products: Mapping[str, Products]) -> BlockStep:
+        """The step with these products: what the blocks promise stands for d^T G d.
+
+        Args:
+            vector: d, by name.
+            products: Of disjoint parameters that make up d, by the first of each.
+        """
+        promise = Lazy(value=sum(known.promise for known in products.values()))
+        slope = Lazy(value=sum(known.slope for known in products.values()))
+        return BlockStep(vector, promise, promise, None, {}, products, slope)
+
     def scale_by(self, factor: Tensor | float) -> BlockStep:
-        square = factor * factor
-        true, promise = self.true.scale_by(square), self.promise.scale_by(square)
-        forms = None if self.forms is None else (self.forms[0], square * self.forms[1])
-        slope = None if self.slope is None else self.slope.scale_by(factor)
-        return BlockStep(factor * self.vector, true, promise, self.ratio, self.levels, forms, slope)
+        products, number = self.products, factor
+        if products is not None:
+            number = float(factor)
+            products = {name: known.scale_by(number) for name, known in products.items()}
+        true, promise = (part.scale_by(number * number) for part in (self.true, self.promise))
+        slope = None if self.slope is None else self.slope.scale_by(number)
+        return BlockStep(number * self.vector, true, promise, self.ratio, self.levels, products, slope)
 
     def known_slope(self) -> Tensor | None:
-        return None if self.slope is None else self.slope()
+        return None if self.slope is None else as_scalar(self.slope())
 
-    def scale_layers(self, factors: Tensor) -> BlockStep | None:
+    def list_squares(self) -> dict[str, float]:
+        """|d|^2 of disjoint parameters that make up d, by the first of each."""
+        if self.products is not None:
+            return {name: known.square for name, known in self.products.items()}
+        return dict(zip(self.vector, list_numbers(self.vector.squares()), strict=True))
+
+    def scale_layers(self, factors: Mapping[str, float]) -> BlockStep | None:
         """The step with each layer's part times a factor of its own, without a product; None where that takes one.
 
         d^T G d changes as much as what the blocks promise.
 
         Args:
-            factors: In the order of the vector's parts, shape (parts,), equal for the parameters of a block.
+            factors: By name, equal for the parameters of a block.
         """
-        if self.forms is None or not self.promise.is_known:
+        if self.products is None:
             return None
-        names, forms = self.forms
-        forms = forms * factors[[self.vector.places[name] for name in names]].to(forms).square()
-        total = forms.sum().to(self.promise())
-        true = Lazy(value=total if self.ratio is None else self.ratio.to(total) * total)
-        vector = self.vector.scale_each(factors)
-        return BlockStep(vector, true, Lazy(value=total), self.ratio, self.levels, (names, forms))
+        products = {name: known.scale_by(factors[name]) for name, known in self.products.items()}
+        step = BlockStep.of_products(self.vector.scale_each(factors), products)
+        true = step.promise.scale_by(1.0 if self.ratio is None else self.ratio)
+        return replace(step, true=true, ratio=self.ratio, levels=self.levels)
 
     def form(self) -> Tensor:
-        return self.true()
+        return as_scalar(self.true())
 
     def damped_form(self, damping: Tensor | float) -> Tensor:
         squares, form = self.vector.squares(), self.form()
@@ -401,19 +455,26 @@ class BlockStep(Step):
         return form + (levels @ squares).to(form)
 
     def promised_form(self, damping: Tensor | float) -> Tensor:
-        return self.promise()
+        return as_scalar(self.promise())
 
     def excess(self, damping: Tensor | float) -> Tensor:
-        promise = self.promise()
-        return torch.ones_like(promise) if self.ratio is None else self.ratio.to(promise)
+        return as_scalar(1.0 if self.ratio is None else self.ratio)
 
-    def known_form(self) -> Tensor | None:
+    def norm(self) -> float | Tensor:
+        """|d|."""
+        return self.vector.norm() if self.products is None else math.sqrt(math.fsum(self.list_squares().values()))
+
+    def known_form(self) -> Tensor | float | None:
         """d^T G d, or the promise in its place, without a product; None where even that takes one."""
         return self.promise.value if self.true.value is None else self.true.value
 
     def nothing(self) -> BlockStep:
-        zero = Lazy(value=torch.zeros(()))
-        return BlockStep(Parts({}), zero, zero, None, self.levels)
+        return replace(BlockStep.of_products(Parts({}), {}), levels=self.levels)
+
+
+def as_scalar(number: Tensor | float) -> Tensor:
+    """A number as a scalar tensor, in double precision."""
+    return number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
 
 
 def keep_step(step: Step) -> Step:
@@ -454,7 +515,7 @@ class SystemFacts:
         indefinite: True if G may have negative eigenvalues, so that d^T G d measures no length.
     """
 
-    full: Tensor | None = None
+    full: Tensor | float | None = None
     basis: Subspace | None = None
     earlier: Sequence[Callable[[], Step]] = ()
     rated: Callable[[Step], Step] = keep_step
@@ -501,7 +562,7 @@ class Quadratic:
         system: The system that the proposal solves.
         layers: The blocks that the metric lies in.
         cuts: What shortened the step, which the rule writes here: a setting -> how many times as long the step would be
-            without it, made when it is asked for.
+            without it, a number or what makes it when it is asked for.
     """
 
     gradient: Vector
@@ -513,17 +574,7 @@ class Quadratic:
     run: RunFacts = RunFacts()
     system: SystemFacts = SystemFacts()
     layers: LayerFacts = LayerFacts()
-    cuts: dict[str, Callable[[], Tensor]] = field(default_factory=dict[str, Callable[[], Tensor]])
-
-    def without_vectors(self, **options: float) -> Quadratic:
-        """What a bound depends on, with other settings of the rule, to be kept after the step.
-
-        Args:
-            **options: Settings by name.
-        """
-        # without `counts`, which holds the step that holds what is told of it: a cycle
-        zero, run = torch.zeros(()), replace(self.run, options={**self.run.options, **options}, counts=dict)
-        return Quadratic(zero, None, 0.0, FlatStep(zero, zero), self.nats, self.loss, run)
+    cuts: dict[str, Cut] = field(default_factory=dict[str, Cut])
 
     def change(self, step: Step) -> Tensor:
         """m(d), a scalar tensor: negative for a predicted decrease.
@@ -570,7 +621,7 @@ class Quadratic:
             step: Any step of this model.
         """
         slope = self.slope(step)
-        score = 2 * as_tensor_like(self.loss, slope).clamp(min=0.5) if self.run.errors.squares else 1.0
+        score = 2 * max(float(self.loss), 0.5) if self.run.errors.squares else 1.0
         return 0.5 * self.nats * slope.square() / score
 
     def along(self, vector: Vector) -> Step:
@@ -612,11 +663,19 @@ def hold_kl(model: Quadratic, step: Step, most: Tensor | float) -> Step:
     if not math.isfinite(kl):
         return model.nothing()
     factor = math.sqrt(allowed / kl)
-    before = model.cuts.get("max_kl")
-    rest = {"lr": model.cuts["lr"]} if "lr" in model.cuts else {}
+    before, rest = model.cuts.get("max_kl", 1.0), {"lr": model.cuts["lr"]} if "lr" in model.cuts else {}
     model.cuts.clear()  # whatever else is lifted, the step ends here; but for a learning rate, which this bound follows
-    model.cuts.update(rest | {"max_kl": lambda: torch.as_tensor(before() if before else 1.0) / factor})
+    model.cuts.update(rest | {"max_kl": lambda: read_cut(before) / factor})
     return step.scale_by(factor)
+
+
+def read_cut(cut: Cut) -> float:
+    """What a rule says of one of its bounds, as a number.
+
+    Args:
+        cut: A number, or what makes it.
+    """
+    return float(cut() if callable(cut) else cut)
 
 
 def share_of_rate(step: Step) -> float:

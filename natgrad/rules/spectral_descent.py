@@ -15,7 +15,7 @@ from natgrad.ground.typed_torch import torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, Objective, Rule
 from natgrad.rules.quadratic import Memory, Quadratic, Step
-from natgrad.rules.step_rules import scale_usual, share_loss
+from natgrad.rules.step_rules import least, scale_usual, share_loss
 
 POLISH = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -192,21 +192,19 @@ class SpectralDescent(Rule):
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:
         proposal = model.proposal
         form = proposal.form()
-        radius = self.radius(model, form)
+        radius = self.radius(model)
         bound = (2 * radius / (model.nats * form.clamp(min=0))).sqrt()  # no curvature at all: infinite
         rate = torch.where(form > 0, bound.clamp(max=self.length), self.length)
         model.cuts["kl_share"] = lambda: self.length / rate
         return proposal.scale_by(rate), memory
 
-    def radius(self, model: Quadratic, like: Tensor) -> Tensor:
+    def radius(self, model: Quadratic) -> float:
         """The bound on this step's KL, in nats per example.
 
         Args:
             model: Knows the loss and its nats.
-            like: A tensor of the dtype and the device wanted.
         """
-        most = scale_usual(model.run.options.get("max_kl", math.inf), model)
-        return share_loss(model, self.kl_share, like).clamp(max=most)
+        return least(share_loss(model, self.kl_share), scale_usual(model.run.options.get("max_kl", math.inf), model))
 
 
 def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:

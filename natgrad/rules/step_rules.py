@@ -13,7 +13,6 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_share
 from natgrad.ground.constants import AT_ONCE, FEW_PASSES, MOST_NATS, RADIUS_SLACK, SAME_LOSS
-from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.operators import Facts
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step, Vector, hold_kl, share_of_rate
@@ -118,30 +117,21 @@ class MeasuredLength(Rule):
         Args:
             model: The quadratic model with its proposal.
         """
-        proposal, nats = model.proposal, model.nats
-        promised = proposal.promised_form(model.damping)
-        ratio = proposal.excess(model.damping).clamp(min=model.layers.fallen)
-        full = promised if model.system.full is None else torch.maximum(model.system.full, promised)
-        radius = self.radius(model, full)
-        bound = (2 * radius / (nats * ratio * full)).sqrt()  # no slope at all: infinite
-        rate = torch.minimum(1 / ratio, torch.where(radius > 0, bound, torch.zeros_like(bound)))
+        proposal, nats = model.proposal, float(model.nats)
+        promised = float(proposal.promised_form(model.damping))
+        ratio = max(float(proposal.excess(model.damping)), model.layers.fallen)
+        full = promised if model.system.full is None else max(float(model.system.full), promised)
+        whole = 1 / ratio  # the minimum of the quadratic model
+
+        def find_rate(**options: float) -> float:
+            """The length with other settings."""
+            return least(whole, longest(self.radius(model, **options), nats * ratio * full))
+
+        rate = find_rate()
         for name in self.options:
-            free = model.without_vectors(**{name: math.inf})
-            model.cuts[name] = partial(self.lengthen, free, ratio, full, rate)
-        model.cuts["lr"] = partial(torch.tensor, 1 / (share_of_rate(proposal) or math.nan))
+            model.cuts[name] = find_rate(**{name: math.inf}) / rate if rate else math.nan
+        model.cuts["lr"] = 1 / (share_of_rate(proposal) or math.nan)
         return proposal.scale_by(rate)
-
-    def lengthen(self, model: Quadratic, ratio: Tensor, full: Tensor, rate: Tensor) -> Tensor:
-        """How many times as long a step of this rate would be with the bounds of another model, a scalar tensor.
-
-        Args:
-            model: Has the settings.
-            ratio: d^T G d along the proposal over what was promised.
-            full: The damped form of the proposal at rates of 1.
-            rate: Of the step.
-        """
-        bound = (2 * self.radius(model, full) / (model.nats * ratio * full)).sqrt()
-        return torch.minimum(1 / ratio, bound) / rate
 
     def hold(self, model: Quadratic, step: Step) -> Step:
         """The step, shortened where it moves more than `max_kl` on its own batch.
@@ -153,25 +143,37 @@ class MeasuredLength(Rule):
         most = scale_usual((self.options | dict(model.run.options))["max_kl"], model)
         return hold_kl(model, step, most * min(1.0, (model.run.steps + 1) / self.warm) * share_of_rate(step) ** 2)
 
-    def radius(self, model: Quadratic, like: Tensor) -> Tensor:
+    def radius(self, model: Quadratic, **options: float) -> float:
         """The bound on this step's KL, in nats per example; it grows over the first steps.
 
         Args:
             model: Knows the loss and the number of steps.
-            like: A tensor of the dtype and the device wanted.
+            **options: Settings that stand for those of the parameter groups.
         """
-        options = self.options | dict(model.run.options)
-        bound = share_loss(model, options["kl_share"], like)
-        return bound.clamp(max=scale_usual(options["max_kl"], model)) * min(1.0, (model.run.steps + 1) / self.warm)
+        known = self.options | dict(model.run.options) | options
+        bound = least(share_loss(model, known["kl_share"]), scale_usual(known["max_kl"], model))
+        return bound * min(1.0, (model.run.steps + 1) / self.warm)
 
 
-def share_loss(model: Quadratic, share: float, like: Tensor) -> Tensor:
-    """A share of the loss in nats, of one nat per entry where the loss may be negative; in the dtype of `like`."""
-    bound = torch.zeros_like(like) + model.nats * share
-    if not model.run.bounded or math.isinf(share):  # an infinite share of nothing is no bound either
+def longest(radius: float, form: float) -> float:
+    """a with 1/2 a^2 form = radius: infinite where there is no slope at all, NaN for a negative form."""
+    if radius <= 0:
+        return 0.0
+    square = 2 * radius / form if form else math.inf
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+def least(first: float, second: float) -> float:
+    """The smaller of two numbers; NaN if one of them is."""
+    return second if math.isnan(second) else min(first, second)
+
+
+def share_loss(model: Quadratic, share: float) -> float:
+    """A share of the loss in nats, of one nat per entry where the loss may be negative."""
+    bound, loss = float(model.nats) * share, float(model.loss)
+    if not model.run.bounded or math.isinf(share) or math.isnan(loss):  # an infinite share of nothing is no bound
         return bound
-    loss = as_tensor_like(model.loss, like)
-    return bound * torch.where(loss.isnan(), 1.0, loss.clamp(min=0))
+    return bound * max(loss, 0.0)
 
 
 def scale_usual(max_kl: float, model: Quadratic) -> float:
@@ -308,7 +310,7 @@ class OnlineRadius(Rule):
         bound = self.length(int(counts["examples"]), int(counts["seen"]), counts.get("passes", 1.0)) * unit
         length = model.proposal.form().clamp(min=0).sqrt()
         factor = torch.where(length > bound, bound / length, 1.0)
-        model.cuts["bound"] = lambda: 1 / factor
+        model.cuts["bound"] = partial(torch.reciprocal, factor)
         return model.proposal.scale_by(factor), memory
 
 
@@ -368,7 +370,7 @@ def shorten(model: Quadratic, step: Step, radius: float) -> Step:
     """
     kl = model.kl(step)
     factor = torch.where(kl > 0, (radius / kl).sqrt(), 1.0).clamp(max=1.0)
-    model.cuts["radius"] = lambda: 1 / factor
+    model.cuts["radius"] = partial(torch.reciprocal, factor)
     return step.scale_by(factor)
 
 

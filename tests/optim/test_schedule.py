@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from natgrad.ground.constants import RAMP, TURNED
 from natgrad.layers.moments import spread_rows
 from natgrad.optim.block_step import is_due, is_due_to_measure, part_of_rows
 from natgrad.optim.state import Pace
-from natgrad.rules import BlockStep, Lazy, Parts
+from natgrad.rules import BlockStep, Parts, Products
 
 STEPS = 40
 
@@ -145,22 +146,29 @@ def test_factors_on_every_step_come_from_fewer_rows_and_are_those_of_all_up_to_c
 
 
 def test_layers_of_a_step_are_scaled_without_a_product() -> None:
-    forms = ("a", "c"), torch.tensor([2.0, 5.0])
     vector = Parts({"a": draw(3).float(), "b": draw(2).float(), "c": draw(4).float()}, length=0.5)
-    whole = Lazy(value=torch.tensor(7.0))
-    step = BlockStep(vector, whole.scale_by(3.0), whole, torch.tensor(3.0), {}, forms).scale_by(0.1)
-    factors = torch.tensor([0.5, 0.5, 1.0])
+    squares = vector.squares().tolist()
+    products = {"a": Products(2.0, -1.0, squares[0] + squares[1]), "c": Products(5.0, -3.0, squares[2])}
+    whole = BlockStep.of_products(vector, products)
+    step = replace(whole, true=whole.promise.scale_by(3.0), ratio=3.0).scale_by(0.1)
+    factors = {"a": 0.5, "b": 0.5, "c": 1.0}
     scaled = step.scale_layers(factors)
     assert scaled is not None
     assert float(scaled.promised_form(0.0)) == pytest.approx(0.01 * (2.0 / 4 + 5.0))
     assert float(scaled.form()) == pytest.approx(0.03 * (2.0 / 4 + 5.0))
-    for name, factor in zip("abc", factors, strict=True):
+    slope = scaled.known_slope()
+    assert slope is not None
+    assert float(slope) == pytest.approx(-0.1 * (1.0 / 2 + 3.0))
+    for name, factor in factors.items():
         torch.testing.assert_close(scaled.vector[name], factor * 0.1 * vector[name])
         assert scaled.vector.parts[name] is vector.parts[name]  # no copy
     flat = torch.cat(list(scaled.vector.tensors().values()))
     torch.testing.assert_close(scaled.vector.norm(), flat.norm())
+    assert float(scaled.norm()) == pytest.approx(float(flat.norm()))
     torch.testing.assert_close(scaled.vector @ vector, flat @ torch.cat(list(vector.tensors().values())))
-    assert BlockStep(vector, whole, whole, None, {}).scale_layers(factors) is None  # known as a whole alone
+    assert (
+        BlockStep(vector, whole.true, whole.promise, None, {}).scale_layers(factors) is None
+    )  # known as a whole alone
 
 
 def test_lengths_are_measured_ever_more_seldom() -> None:
