@@ -33,6 +33,14 @@ def list_numbers(x: Tensor) -> list[Any]:
     return cast("Any", x).tolist()
 
 
+def read_scalars(scalars: Iterable[Tensor]) -> list[float]:
+    """Scalar tensors, which may lie apart, as numbers: by one read of the device."""
+    known = list(scalars)
+    if len({(scalar.dtype, scalar.device) for scalar in known}) > 1:
+        known = [scalar.to(known[0].device, torch.float64) for scalar in known]
+    return list_numbers(torch.stack(known)) if known else []
+
+
 def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """Call the hook with the tensor's gradient once it is there."""
     return cast("Any", x).register_hook(hook)

@@ -421,25 +421,30 @@ def patches_of(module: Any, inputs: Tensor) -> Tensor:
     """What every output position of a convolution sees, (b, channels * taps, positions), channels slowest."""
     windows, dimensions = windows_of(module, inputs), len(module.kernel_size)
     last = 2 + dimensions
-    patches = windows.permute(0, 1, *range(last, last + dimensions), *range(2, last))
-    return patches.flatten(last).flatten(1, last - 1)
+    patches = windows.permute(0, 1, *range(last, last + dimensions), *range(2, last)).flatten(last)
+    return order_taps(module, patches.flatten(2, -2), 2).flatten(1, 2)
 
 
 def patches_at(module: Any, inputs: Tensor, numbers: Tensor) -> Tensor:
     """Some of `patches_of`, without the others: (r, channels * taps), by number among examples times positions."""
     windows = windows_of(module, inputs)
     places = unravel(numbers, (len(windows), *windows.shape[2 : 2 + len(module.kernel_size)]))
-    return windows.movedim(1, len(places))[places].flatten(1)
+    return order_taps(module, windows.movedim(1, len(places))[places].flatten(2), 2).flatten(1)
+
+
+def order_taps(module: Any, patches: Tensor, axis: int) -> Tensor:
+    """What `windows_of` gives, with the taps of this axis in the order of the weight."""
+    return patches.flip(axis) if isinstance(module, TRANSPOSED) else patches
 
 
 def windows_of(module: Any, inputs: Tensor) -> Tensor:
-    """The same as (b, channels, *positions, *taps): a view unless the convolution is transposed."""
+    """The same as (b, channels, *positions, *taps), a view; the taps of a transposed convolution in reverse."""
     transposed = isinstance(module, TRANSPOSED)
     windows = spread_inputs(module, inputs) if transposed else pad_as(module, inputs)
     for axis, (size, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
         reach, stride = (size - 1) * dilation + 1, 1 if transposed else module.stride[axis]
         windows = windows.unfold(axis + 2, reach, stride)[..., ::dilation]
-    return windows.flip(tuple(range(-len(module.kernel_size), 0))) if transposed else windows
+    return windows
 
 
 def unravel(numbers: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -32,7 +32,8 @@ from natgrad.ground.constants import (
     UNKNOWN,
     YOUNG,
 )
-from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norms, torch_plain
+from natgrad.ground.states import amend
+from natgrad.ground.typed_torch import as_tensor_like, list_numbers, measure_norms, read_scalars, torch_plain
 from natgrad.ground.whole_tensors import WholeTensors
 from natgrad.layers import Seen
 from natgrad.optim.blocks import (
@@ -40,7 +41,6 @@ from natgrad.optim.blocks import (
     BatchUpdate,
     KnownScale,
     Penalised,
-    join_scalars,
     sum_scalars,
 )
 from natgrad.optim.checks import check_statistics
@@ -101,7 +101,7 @@ class BlockEvidence(Evidence):
         """The batch of all processes; without a number for a loss where a layer's inputs were far too large."""
         losses, raw = self.losses, self.gradients
         if self.update.far or (self.update.bad and not self.update.blocks):  # a first pass that came to nothing
-            losses = [replace(loss, value=loss.value * math.nan) for loss in losses]
+            losses = [amend(loss, value=loss.value * math.nan) for loss in losses]
         norms = dict(zip(raw, measure_norms(list(raw.values())), strict=True))
         described = partial(self.describe_settings, choices)
         loss, nats, scale, norm = choices.processes.pool_losses(losses, self.nats, self.scale, norms, described)
@@ -133,9 +133,9 @@ class BlockEvidence(Evidence):
                 choices.processes,
                 self.check_followed,
             )
-            pace = replace(pace, updated=state.step)
+            pace = amend(pace, updated=state.step)
         known = {"hearing": update.hearing, "outside": outside, "pace": pace, "guard": batch.guard}
-        now = replace(state, blocks=update.blocks, **known)
+        now = amend(state, blocks=update.blocks, **known)
         work, updated = BlockWork(choices, now, batch, self), pace.updated > pace.inverted
         work.invert(updated and is_due(pace.inverted, now.step, now.is_turned, choices.invert_every))
         return work
@@ -144,9 +144,9 @@ class BlockEvidence(Evidence):
         """What the passes told of the layers is kept."""
         update = self.update.fail()
         # skipped steps are counted by themselves
-        guard = replace(update.guard, late=state.guard.late if self.late else 0)
-        pace = replace(state.pace, updated=state.step) if update.taken else state.pace
-        return replace(state, blocks=update.blocks, hearing=update.hearing, guard=guard, pace=pace)
+        guard = amend(update.guard, late=state.guard.late if self.late else 0)
+        pace = amend(state.pace, updated=state.step) if update.taken else state.pace
+        return amend(state, blocks=update.blocks, hearing=update.hearing, guard=guard, pace=pace)
 
 
 # inverses, direction, length
@@ -197,13 +197,13 @@ class BlockWork(Work):
         if not keys:
             return
         if state.hearing.errors and loss is not None:
-            self.state = replace(state, hearing=replace(state.hearing, error=max(state.hearing.error, loss)))
+            self.state = amend(state, hearing=amend(state.hearing, error=max(state.hearing.error, loss)))
         shaper = self.rule if self.shapes else None
         level = self.damp() if self.choices.needs_derivatives(self.turned) else None
         blocks, failures = self.averages.invert(state.blocks, level, self.inverts, shaper, keys)
-        guard = replace(state.guard, failures=state.guard.failures + failures)
-        pace = replace(state.pace, inverted=state.step) if due else state.pace
-        self.state = replace(self.state, blocks=blocks, guard=guard, pace=pace)
+        guard = amend(state.guard, failures=state.guard.failures + failures)
+        pace = amend(state.pace, inverted=state.step) if due else state.pace
+        self.state = amend(self.state, blocks=blocks, guard=guard, pace=pace)
 
     def damp(self) -> Callable[[Block], float]:
         """The damping of each block, by today's averages, whose eigenvalues are read where it asks for them."""
@@ -251,7 +251,7 @@ class BlockWork(Work):
                 slope = Lazy(partial(self.slope_of_stacks, self.rates[next(iter(directions))]))
             if self.sample is not None:
                 forms = self.averages.forms(self.state.blocks, vector, levels)
-                self.measure(vector.tensors(), dict(zip(forms, list_numbers(join_scalars(forms)), strict=True)))
+                self.measure(vector.tensors(), dict(zip(forms, read_scalars(forms.values()), strict=True)))
             proposal = BlockStep(vector, promise, promise, None, {}, slope=slope)
         else:
             self.follow_signal()
@@ -267,7 +267,7 @@ class BlockWork(Work):
             gradient=Parts(self.gradients),
             operator=None,
             damping=float(next(iter(settings))["damping"]),
-            proposal=replace(proposal, true=true, ratio=excess, levels=self.without_penalty(levels)),
+            proposal=amend(proposal, true=true, ratio=excess, levels=self.without_penalty(levels)),
             nats=self.batch.nats,
             loss=math.nan if self.loss is None else self.loss,
             run=RunFacts(
@@ -299,10 +299,10 @@ class BlockWork(Work):
         steps, products, parts = self.shape_directions() if self.shapes else self.solve_directions()
         levels = dict(stacks.levels)
         if len(parts) == len(stacks.parts):
-            stacks = replace(stacks, parts=tuple(parts))
+            stacks = amend(stacks, parts=tuple(parts))
         else:  # what the rule remembers is not alike within a stack
             stacks = Stacks(rest=(*parts, *stacks.rest))
-        self.state = replace(self.state, blocks=blocks, stacks=stacks)
+        self.state = amend(self.state, blocks=blocks, stacks=stacks)
         if not self.owners.apart:
             return steps, products, levels
         keys = {name: key for key, block in blocks.items() for name in block.layout.names}
@@ -329,8 +329,7 @@ class BlockWork(Work):
                 names, sides = list(parts), [split_stack(known, side) for side in (stack.gradient, stack.mean)]
                 tables += [inner_products([side[n].unsqueeze(0) for side in (*sides, parts)]) for n in names]
             firsts += [(name, known.counts.get(name, 0)) for name in names]
-        home = self.device
-        numbers = list_numbers(torch.cat([table.to(home, torch.float64) for table in tables])) if tables else []
+        numbers = list_numbers(torch.cat([table.to(self.device) for table in tables])) if tables else []
         products = dict[str, Products]()
         for (name, count), ((square, _, slope), (_, mean, promise), (*_, size)) in zip(firsts, numbers, strict=True):
             products[name] = Products(promise, slope, size)
@@ -411,7 +410,7 @@ class BlockWork(Work):
         if not self.rule.turns_at or self.batch.uncut is not None or not sums[1] > 0:
             return
         noise, is_low = follow_signal(self.state.noise, self.state.step, sums, self.rule.turns_at)
-        self.state = replace(self.state, noise=noise)
+        self.state = amend(self.state, noise=noise)
         if is_low:
             self.state = turn(self.state)
 
@@ -425,14 +424,14 @@ class BlockWork(Work):
             self.state.length, self.sample, moves, promised, self.values, self.processes, self.penalty(moves)
         )
         # an excess far from what was measured falls on: ask again at the next update
-        pace = replace(pace, measured=-1 if length.falls else step)
+        pace = amend(pace, measured=-1 if length.falls else step)
         if not self.shapes and length.excess is not None:
             measured = averaged = length.excess * sum(promised.values())
             # what today's inverses promise is damped, and no less than the averages alone: they need not be asked
             if not (pace.inverted == step and length.excess >= 1.0):
                 averaged = float(self.promise(Parts(moves), self.strengths))
             length = follow_fall(length, measured, averaged)
-        self.state = replace(self.state, length=length, pace=pace)
+        self.state = amend(self.state, length=length, pace=pace)
 
     def promise(self, vector: Parts, levels: Mapping[str, float]) -> Tensor:
         """d^T (G + damping I) d of the blocks."""
@@ -455,8 +454,8 @@ class BlockWork(Work):
         form = self.evidence.batch.measure(step.vector, expected)
         nats = 0.5 * float(self.batch.nats) * form
         length = compare_kl(self.state.length, self.state.step, nats, expected)
-        self.state = replace(self.state, length=length)
-        return None if math.isnan(form) else replace(step, true=Lazy(value=form))
+        self.state = amend(self.state, length=length)
+        return None if math.isnan(form) else amend(step, true=Lazy(value=form))
 
     def form_of_blocks(self, vector: Parts) -> Lazy:
         """The form of the blocks, and a penalty's."""
@@ -490,7 +489,7 @@ class BlockWork(Work):
         with self.evidence.trial(self.rule if self.rule.needs_loss else self.choices.damping) as objective:
             before = objective.before if self.loss is None else self.loss
             loss_at = PooledLoss(objective, rows, processes, before, self.values, self.strengths, self.state.outside)
-            yield replace(model, loss=before), loss_at
+            yield amend(model, loss=before), loss_at
 
     def compare_losses(self, model: Quadratic, step: Step, loss_at: Objective | None) -> tuple[float, bool]:
         """True over predicted change; a step that raised the loss, or lost it, is refused."""
@@ -518,11 +517,11 @@ class BlockWork(Work):
         update = self.choices.damping.update
         self.dampings = {n: update(float(group["damping"]), ratio) for n, group in self.settings.items()}
         state = self.state
-        self.state = replace(state, pace=replace(state.pace, judged=state.step))
+        self.state = amend(state, pace=amend(state.pace, judged=state.step))
         if refused:
-            pace = replace(state.pace, judged=-self.choices.judged_every, inverted=-1)
-            guard = replace(state.guard, refused=state.guard.refused + 1)
-            self.state = replace(state, pace=pace, guard=guard)
+            pace = amend(state.pace, judged=-self.choices.judged_every, inverted=-1)
+            guard = amend(state.guard, refused=state.guard.refused + 1)
+            self.state = amend(state, pace=pace, guard=guard)
 
     def memory(self) -> Memory:
         """The rule's vectors, of the parameters that have a gradient."""
@@ -566,7 +565,7 @@ class BlockWork(Work):
         now = self.state
         late = now.guard.late + 1 if self.evidence.late else 0
         guard = now.guard.follow_step(self.loss, taken=True, late=late, unmoved=self.count_unmoved())
-        return replace(now, step=now.step + 1, vectors=self.vectors, guard=guard)
+        return amend(now, step=now.step + 1, vectors=self.vectors, guard=guard)
 
     def count_unmoved(self) -> int:
         """Steps in a row that a loss held still: read only where a rule goes by trial losses, or a share of nothing."""
@@ -631,7 +630,7 @@ def is_due_to_measure(pace: Pace, step: int, every: int) -> bool:
 def follow_fall(length: Length, measured: float, averaged: float) -> Length:
     """Note how far d^T G d of a pass has fallen below that of the running averages, which forget slowly."""
     known = math.isfinite(measured) and math.isfinite(averaged) and measured > 0 and averaged > 0
-    return replace(length, fallen=min(1.0, measured / averaged) if known else 1.0)
+    return amend(length, fallen=min(1.0, measured / averaged) if known else 1.0)
 
 
 def compare_kl(length: Length, step: int, nats: float, expected: float) -> Length:
@@ -639,11 +638,11 @@ def compare_kl(length: Length, step: int, nats: float, expected: float) -> Lengt
 
     nats: how far the step moves, NaN where that could not be measured.
     """
-    length = replace(length, compared=step)
+    length = amend(length, compared=step)
     if not math.isfinite(nats) or not expected > 0:
         return length
     past = MARGIN if length.doubt == UNKNOWN else length.doubt
-    return replace(length, doubt=max(MARGIN * max(nats / expected, 1.0), MARGIN_KEEPS * past))
+    return amend(length, doubt=max(MARGIN * max(nats / expected, 1.0), MARGIN_KEEPS * past))
 
 
 def is_watched(length: Length, step: int) -> bool:
@@ -656,14 +655,14 @@ def is_watched(length: Length, step: int) -> bool:
 
 def turn(state: State) -> State:
     """From the next step on directions are the rule's own: it asks for fresh statistics, roots and measurements."""
-    pace = replace(state.pace, updated=-1, inverted=-1, measured=-1)
-    return replace(state, noise=replace(state.noise, turned=state.step), pace=pace)
+    pace = amend(state.pace, updated=-1, inverted=-1, measured=-1)
+    return amend(state, noise=amend(state.noise, turned=state.step), pace=pace)
 
 
 def follow_signal(noise: Noise, step: int, sums: Sequence[float], least: float) -> tuple[Noise, bool]:
     """Count one step's |m|^2, |g|^2 and noise, and say whether the share of signal is low."""
     mean, single, chance = (KEEPS * old + (1 - KEEPS) * now for old, now in zip(noise.signal, sums, strict=True))
-    noise = replace(noise, signal=(mean, single, chance))
+    noise = amend(noise, signal=(mean, single, chance))
     return noise, step + 1 >= YOUNG and noise.share < least
 
 
@@ -693,14 +692,14 @@ def measure_excess(
     form, before = float(pooled + sample.all_rows * penalty), length.excess
     last = 1.0 if before is None else before
     if not promise > 0:  # derivatives that vanish in the dtype at hand, steps of length 0: nothing was measured
-        return replace(length, excess=min(last, LARGEST_RATIO), falls=False)
+        return amend(length, excess=min(last, LARGEST_RATIO), falls=False)
     fresh, falls = form / promise, before is not None and form / promise < FALLS_TO**2 * before
     if before is not None and fresh < FALLS_TO * before:
         # a few examples carry the metric of a network that is nearly right, and a pass may miss them
         fresh = FALLS_TO * before
     if not math.isfinite(fresh):
         fresh = 10 * max(last, 1.0)
-    return replace(length, excess=min(last if form == 0 else fresh, LARGEST_RATIO), falls=falls)
+    return amend(length, excess=min(last if form == 0 else fresh, LARGEST_RATIO), falls=falls)
 
 
 def pool_form(

@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.ground.constants import FEWEST_ROWS, MOMENTS, RAISES
 from natgrad.ground.exchanges import Sums
 from natgrad.ground.pure import leaves
-from natgrad.ground.typed_torch import list_numbers, split_tensor
+from natgrad.ground.typed_torch import list_numbers, read_scalars, split_tensor
 from natgrad.ground.whole_tensors import gather_whole, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
 from natgrad.operators import (
@@ -269,8 +269,8 @@ class Averages:
     def mean_eigenvalues(self, blocks: Mapping[str, Block]) -> dict[str, float]:
         """Of every block that this process holds, by one read of the device."""
         held = {key: block for key, block in blocks.items() if self.owners.holds(key) and block.weight}
-        means = {key: self.operator(block).mean_eigenvalue().double() for key, block in held.items()}
-        return dict(zip(means, list_numbers(join_scalars(means)), strict=True))
+        means = [self.operator(block).mean_eigenvalue() for block in held.values()]
+        return dict(zip(held, read_scalars(means), strict=True))
 
     def mean_over_blocks(self, blocks: Mapping[str, Block], means: Mapping[str, float]) -> float:
         """The mean eigenvalue over all blocks that are trained, of all processes."""

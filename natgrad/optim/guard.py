@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, TypeVar, get_args
 
@@ -36,7 +36,8 @@ from natgrad.ground.constants import (
 )
 from natgrad.ground.linalg import all_finite, stays_finite
 from natgrad.ground.pure import leaves, map_tensors
-from natgrad.ground.typed_torch import list_numbers, measure_norms
+from natgrad.ground.states import amend
+from natgrad.ground.typed_torch import measure_norms, read_scalars
 from natgrad.layers import Seen
 
 OnTrouble = Literal["skip", "raise"]
@@ -105,11 +106,11 @@ class Guard:
     def follow_step(self, loss: float | None, taken: bool, **counts: int) -> Guard:
         """The same after a step with this loss. counts: what else was counted."""
         if not taken:
-            return replace(self, wild=self.wild + 1, skipped=self.skipped + 1, **counts)
+            return amend(self, wild=self.wild + 1, skipped=self.skipped + 1, **counts)
         if loss is None:
-            return replace(self, skipped=0, **counts)
+            return amend(self, skipped=0, **counts)
         known = [value for value in (self.highest, loss) if value is not None and not math.isnan(value)]
-        return replace(self, highest=max(known, default=math.nan), wild=0, skipped=0, **counts)
+        return amend(self, highest=max(known, default=math.nan), wild=0, skipped=0, **counts)
 
     def count_unmoved(self, rate: float, gradient: bool) -> int:
         """`unmoved` after a step of this share of the proposal. gradient: False where there is nothing to follow."""
@@ -126,7 +127,7 @@ class Guard:
         usual = math.sqrt(self.square / self.weight) if self.weight > 0 else 0.0
         factor = LONG_GRADIENT * usual / length if steps >= KNOWN_AFTER and length > LONG_GRADIENT * usual > 0 else 1.0
         square = KEEPS * self.square + (1 - KEEPS) * (factor * length) ** 2
-        return factor, replace(self, square=square, weight=KEEPS * self.weight + 1 - KEEPS)
+        return factor, amend(self, square=square, weight=KEEPS * self.weight + 1 - KEEPS)
 
     # the inputs of layers
 
@@ -146,12 +147,12 @@ class Guard:
         known = self.inputs
         far = any(square > max(FAR_INPUTS * known[key], most) for key, square in fresh.items() if key in known)
         if far and self.far < PATIENCE:
-            return False, True, replace(self, far=self.far + 1)
+            return False, True, amend(self, far=self.far + 1)
         inputs = dict(known)
         for key, square in fresh.items():
             if square > 0:
                 inputs[key] = square if far else KEEPS * (known.get(key) or square) + (1 - KEEPS) * square
-        return True, False, replace(self, inputs=inputs, far=0)
+        return True, False, amend(self, inputs=inputs, far=0)
 
     # checkpoints
 
@@ -168,9 +169,9 @@ class Guard:
         """From `save()`, and the counts; None in older checkpoints."""
         guard = Guard(**counts)
         if wild is not None and bool(wild["highest"] > 0):
-            guard = replace(guard, highest=float(wild["highest"]), wild=int(wild["refused"]))
+            guard = amend(guard, highest=float(wild["highest"]), wild=int(wild["refused"]))
         if inputs is not None:
-            guard = replace(guard, inputs=dict(inputs["squares"]), far=int(inputs["refused"]))
+            guard = amend(guard, inputs=dict(inputs["squares"]), far=int(inputs["refused"]))
         return guard
 
 
@@ -185,7 +186,7 @@ def measure_sides(layers: Sequence[Seen], squares: Mapping[str, Tensor]) -> tupl
     norms = [*measure_norms(deltas), *inputs, *(square.sum() for square in squares.values())]
     if not norms:
         return {}, [], 0.0
-    numbers = iter(list_numbers(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])))
+    numbers = iter(read_scalars(norms))
     lefts = [math.hypot(*islice(numbers, len(part.deltas))) for _, part in parts]
     means, bounds = dict[str, float](), list[float]()
     for (key, part), left in zip(parts, lefts, strict=True):
@@ -214,12 +215,7 @@ def least_damping(norms: Sequence[float]) -> float:
 def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
     """Of each group of tensors whether all of its entries are finite."""
     sums = [[t.sum() for t in group] for group in groups]
-    flat = [scalar for group in sums for scalar in group]
-    if not flat:
-        return [True] * len(sums)
-    alike = len({(scalar.dtype, scalar.device) for scalar in flat}) == 1
-    table = torch.stack(flat if alike else [scalar.to(flat[0].device, torch.float64) for scalar in flat])
-    sound = iter(list_numbers(torch.isfinite(table)))
+    sound = map(math.isfinite, read_scalars(scalar for group in sums for scalar in group))
     return [all(list(islice(sound, len(group)))) for group in sums]  # each group to its end
 
 
@@ -230,10 +226,8 @@ def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size:
     and would be taken for a step.
     """
     # Euclidean norms cost a tenth of the largest entries; one that overflows is looked at entry by entry
-    sizes = measure_norms(list(after.values()))
-    known = [*sizes, size] if isinstance(size, Tensor) else sizes
-    total = float(torch.stack([number.to(sizes[0]) for number in known]).sum()) if sizes else 0.0
-    if math.isfinite(total) and (isinstance(size, Tensor) or math.isfinite(size)):
+    sizes = read_scalars([*measure_norms(list(after.values())), *([size] if isinstance(size, Tensor) else [])])
+    if all(map(math.isfinite, sizes)) and (isinstance(size, Tensor) or math.isfinite(size)):
         return True
     return math.isfinite(float(size)) and all(stays_finite(before[name], new) for name, new in after.items())
 

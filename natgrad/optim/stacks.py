@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.stacks import stack_tensors
+from natgrad.ground.states import amend
 from natgrad.ground.typed_torch import torch_plain
 from natgrad.ground.whole_tensors import zeros_whole
 from natgrad.operators import split_products, stack_products
@@ -59,7 +60,7 @@ def arrange(
             single = Stack((block,)).join_means(means(), named)
         ages = {(single.counts.get(name, 0), decays[name]) for name in names}
         even = len(ages) == 1 and len(names) == len(block.layout.names)
-        single = replace(single, blocks=(block,), names=names, even=even)
+        single = amend(single, blocks=(block,), names=names, even=even)
         if not names or not is_ready(block.key, block):
             rest.append(single)
             continue
@@ -80,7 +81,7 @@ def merge(alike: Sequence[Stack]) -> Stack:
     if len(alike) == 1:
         (single,) = alike
         prepared = {name: tensor.unsqueeze(0) for name, tensor in single.blocks[0].prepared.items()}
-        return replace(single, prepared=prepared, places=find_places(single.blocks, single.names))
+        return amend(single, prepared=prepared, places=find_places(single.blocks, single.names))
     blocks = [single.blocks[0] for single in alike]
     prepared = {name: stack_tensors([block.prepared[name] for block in blocks]) for name in blocks[0].prepared}
     rows = {name: tensor.unbind() for name, tensor in prepared.items()}  # in one piece: held once
@@ -89,7 +90,7 @@ def merge(alike: Sequence[Stack]) -> Stack:
         inverse = stack_products(known) if len(known) == len(blocks) else None
         inverses = inverses if inverse is None else split_products(inverse)
     blocks = tuple(
-        replace(b, prepared={name: row[i] for name, row in rows.items()}, inverse=inverses[i])
+        amend(b, prepared={name: row[i] for name, row in rows.items()}, inverse=inverses[i])
         for i, b in enumerate(blocks)
     )
     names = tuple(name for single in alike for name in single.names)
@@ -164,7 +165,7 @@ def average(stack: Stack, gradient: Tensor, decays: Mapping[str, float], named: 
     weight = 1 - decay**count
     # late in a run the weights add up to 1, and nothing is copied
     mean = running if 1 - weight < torch.finfo(gradient.dtype).eps / 4 else running / weight
-    return StackGradient(gradient, mean, replace(stack, mean=running, counts=dict.fromkeys(stack.names, count)))
+    return StackGradient(gradient, mean, amend(stack, mean=running, counts=dict.fromkeys(stack.names, count)))
 
 
 def average_entries(
@@ -183,7 +184,7 @@ def average_entries(
     before = torch.zeros_like(gradient) if stack.mean is None else stack.mean.to(gradient)
     running = before + fresh * (gradient - before)
     mean = torch.where(weights > 0, running / weights, 0.0)
-    return StackGradient(gradient, mean, replace(stack, mean=running, counts=counts))
+    return StackGradient(gradient, mean, amend(stack, mean=running, counts=counts))
 
 
 def split_stack(stack: Stack, matrices: Tensor) -> dict[str, Tensor]:
@@ -206,6 +207,6 @@ def remember(stack: Stack, memory: Mapping[str, Tensor] | Sequence[Mapping[str, 
     if not isinstance(memory, Mapping):
         if len({signature(row) for row in memory}) > 1:
             rows = ({name: tensor.unsqueeze(0) for name, tensor in row.items()} for row in memory)
-            return [replace(single, memory=row) for single, row in zip(stack.split(), rows, strict=True)]
+            return [amend(single, memory=row) for single, row in zip(stack.split(), rows, strict=True)]
         memory = {name: stack_tensors([row[name] for row in memory]) for name in memory[0]}
-    return [replace(stack, memory=memory)]
+    return [amend(stack, memory=memory)]

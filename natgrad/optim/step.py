@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families import Bernoulli, Categorical, Criterion, GaussianPosterior, Heads
-from natgrad.ground.typed_torch import list_numbers
+from natgrad.ground.states import amend
+from natgrad.ground.typed_torch import read_scalars
 from natgrad.optim.guard import Guard, describe_trouble
 from natgrad.optim.processes import Processes
 from natgrad.optim.state import State
@@ -90,8 +91,7 @@ class Batch:
 
         One read of the device. bounded: True if the loss is known to be at least 0. steps: taken so far.
         """
-        losses = [] if self.loss is None else [torch.as_tensor(self.loss, dtype=torch.float64, device=self.norm.device)]
-        length, *values = list_numbers(torch.stack([self.norm.double(), *losses]))
+        length, *values = read_scalars([self.norm, *([] if self.loss is None else [torch.as_tensor(self.loss)])])
         loss = values[0] if values else None
         wild = bounded and loss is not None and self.guard.is_wild(loss, steps)
         # a loss that is no number bounds no step (a batch without rows: its gradient is zero, but there is momentum)
@@ -100,14 +100,13 @@ class Batch:
             return self, describe_trouble(self.gradients, loss, wild)
         factor, guard = self.guard.cut_gradient(length, steps) if self.cuts else (1.0, self.guard)
         if factor == 1:
-            return replace(self, guard=guard, value=loss), ""
+            return amend(self, guard=guard, value=loss), ""
         gradients, norms = ({n: factor * t for n, t in part.items()} for part in (self.gradients, self.norms))
-        return replace(self, gradients=gradients, norms=norms, uncut=self.gradients, guard=guard, value=loss), ""
+        return amend(self, gradients=gradients, norms=norms, uncut=self.gradients, guard=guard, value=loss), ""
 
     def list_norms(self) -> dict[str, float]:
         """The gradients' norms by name: one read of the device."""
-        norms = [norm.to(self.norm.device, torch.float64) for norm in self.norms.values()]
-        return dict(zip(self.norms, list_numbers(torch.stack(norms)), strict=True)) if norms else {}
+        return dict(zip(self.norms, read_scalars(self.norms.values()), strict=True))
 
 
 class Evidence(ABC):
@@ -134,7 +133,7 @@ class Evidence(ABC):
             choices: What does not change between steps.
             state: Of the last step.
         """
-        return replace(state, guard=replace(state.guard, failures=state.guard.failures + 1))
+        return amend(state, guard=amend(state.guard, failures=state.guard.failures + 1))
 
 
 class Work(ABC):
@@ -187,7 +186,7 @@ class Work(ABC):
         own, processes = self.examples(), self.choices.processes
         if processes.size > 1:
             own = int(processes.sum(torch.tensor(float(own), device=self.batch.norm.device)))
-        self.state = replace(self.state, seen=self.state.seen + own)
+        self.state = amend(self.state, seen=self.state.seen + own)
         return {"examples": own, "seen": self.state.seen} if own else {}
 
     @abstractmethod
@@ -230,7 +229,7 @@ def natural_step(choices: Choices, state: State, evidence: Evidence) -> tuple[Mo
 
 def leave_out(state: State, numbers: Mapping[str, Any], trouble: str) -> tuple[Move, State, StepReport]:
     """No step, and the batch is counted."""
-    after = replace(state, step=state.step + 1, guard=state.guard.follow_step(None, taken=False))
+    after = amend(state, step=state.step + 1, guard=state.guard.follow_step(None, taken=False))
     return {}, after, StepReport(numbers, trouble)
 
 

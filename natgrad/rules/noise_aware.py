@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from natgrad.ground.constants import FRESH, MOST_NATS
-from natgrad.ground.typed_torch import list_numbers, measure_norms
+from natgrad.ground.typed_torch import measure_norms, read_scalars
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, StackMemory
 from natgrad.rules.quadratic import BlockStep, Memory, Parts, Quadratic, Step, read_cut
@@ -165,8 +164,7 @@ def bound_moves(
     """How far each layer, its names and outputs, may move."""
     params = [[model.layers.params[name].detach() for name in names] for names, _ in layers]
     # squares of half precision overflow
-    norms = measure_norms([p.float() if p.element_size() < 4 else p for own in params for p in own])
-    sizes = iter(list_numbers(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])))
+    sizes = iter(read_scalars(measure_norms([p.float() if p.element_size() < 4 else p for own in params for p in own])))
     bounds = list[float]()
     for (names, outputs), own in zip(layers, params, strict=True):
         least = floor if max(p.dim() for p in own) > 1 else FRESH  # scales and shifts start at 0 or 1

@@ -201,10 +201,12 @@ def inner_products(vectors: Sequence[Tensor]) -> Tensor:
         vectors: r tensors (k, ...), in the dtype of the last.
     """
     rows = [vector.to(vectors[-1].dtype).flatten(1) for vector in vectors]
-    parts = [split_tensor(row, max(1, CHUNK // len(row)), 1) for row in rows]
-    tables = [torch.stack(part, 1) for part in zip(*parts, strict=True)]
-    products = [table @ table.mT for table in tables]
-    return products[0] if len(products) == 1 else torch.stack(products).sum(0)
+    many = max(1, CHUNK // len(rows[0]))
+    if rows[0].shape[1] > many:
+        parts = zip(*(split_tensor(row, many, 1) for row in rows), strict=True)
+        return torch.stack([inner_products(part) for part in parts]).sum(0)
+    table = torch.stack(rows, 1)
+    return torch.bmm(table, table.mT)
 
 
 def as_factor(length: Tensor | float, like: Tensor) -> Tensor | float:
