@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.ground.linalg import psd_root
 from natgrad.ground.messages import Explained
 from natgrad.ground.pure import leaves, map_tensors
+from natgrad.ground.typed_torch import read_scalars
 
 
 class Likelihood(Explained):
@@ -398,8 +399,9 @@ def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
 
 def check_range(targets: Tensor, low: float, high: float, meaning: str) -> None:
     """ValueError unless every target lies in [low, high]."""
-    if targets.numel() and not bool(((targets >= low) & (targets <= high)).all()):
+    least, most = read_scalars(targets.aminmax()) if targets.numel() else (low, high)
+    if not (low <= least and most <= high):  # not with a NaN either
         raise ValueError(
-            f"targets range from {float(targets.min()):.4g} to {float(targets.max()):.4g}, expected {meaning}; look at "
-            "how the targets are coded, or take another likelihood"
+            f"targets range from {least:.4g} to {most:.4g}, expected {meaning}; look at how the targets are coded, or "
+            "take another likelihood"
         )

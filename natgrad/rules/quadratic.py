@@ -420,7 +420,7 @@ class BlockStep(Step):
         if products is not None:
             number = float(factor)
             products = {name: known.scale_by(number) for name, known in products.items()}
-        true, promise = (part.scale_by(number * number) for part in (self.true, self.promise))
+        true, promise = (part.scale_by(number).scale_by(number) for part in (self.true, self.promise))
         slope = None if self.slope is None else self.slope.scale_by(number)
         return BlockStep(number * self.vector, true, promise, self.ratio, self.levels, products, slope)
 
