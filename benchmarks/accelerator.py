@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's documented way to see every operation
 
 import natgrad as ng
@@ -38,6 +39,18 @@ class OperationCount(TorchDispatchMode):
         name = func.__name__
         self.launches += not any(view in name for view in VIEWS)
         self.reads += "_local_scalar" in name and args[0].device.type == self.device.type
+        return func(*args, **(kwargs or {}))
+
+
+class ListCount(TorchFunctionMode):
+    """Counts reads of whole tensors, `tolist`, which no operation stands for."""
+
+    def __init__(self, counts: OperationCount) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts.reads += func is Tensor.tolist and args[0].device.type == self.counts.device.type
         return func(*args, **(kwargs or {}))
 
 
@@ -121,10 +134,16 @@ def run(make: Callable[[nn.Module], Any], shape: Shape, device: torch.device, st
         natural = isinstance(optimizer, ng.StructuredNaturalGradient)
         optimizer.zero_grad()
         outputs, y = model(x[:, :-1]), x[:, 1:].flatten()
-        with counts if counts is not None and natural else nullcontext():
+        with ExitStack() as counting:
+            if natural and counts is not None:
+                counting.enter_context(counts)
+                counting.enter_context(ListCount(counts))
             loss = optimizer.loss(outputs, y) if natural else nn.functional.cross_entropy(outputs, y)
         loss.backward()
-        with counts or nullcontext():
+        with ExitStack() as counting:
+            if counts is not None:
+                counting.enter_context(counts)
+                counting.enter_context(ListCount(counts))
             optimizer.step()
         if fast:
             torch.accelerator.synchronize()
