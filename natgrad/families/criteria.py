@@ -26,7 +26,7 @@ from natgrad.families.base import (
 from natgrad.families.discrete import Bernoulli, Categorical, Poisson
 from natgrad.families.gaussian import Gaussian, HeteroscedasticGaussian
 from natgrad.families.robust_errors import Huber, Laplace, find_temperature, sum_errors
-from natgrad.families.special_functions import divergence_terms, exp_gap
+from natgrad.families.special_functions import divergence_terms
 from natgrad.ground.linalg import as_columns
 from natgrad.ground.messages import write_choices
 from natgrad.ground.pure import leaves, map_tensors
@@ -479,8 +479,7 @@ class PoissonRate(SeparableLikelihood):
         return 1 / (outputs + self.eps)
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        start, end = outputs + self.eps, other + self.eps
-        return (start * exp_gap((end / start).log())).sum(1)
+        return divergence_terms((outputs + self.eps).log(), (other + self.eps).log()).sum(1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         Poisson().check_targets(outputs, targets)

@@ -235,8 +235,7 @@ class Poisson(Entries):
         return outputs.exp()
 
     def kl(self, outputs: Tensor, other: Tensor) -> Tensor:
-        gap = self.check_shape(other, "other") - self.check_shape(outputs, "theta")
-        return (outputs.exp() * exp_gap(gap)).sum(-1)
+        return divergence_terms(self.check_shape(outputs, "theta"), self.check_shape(other, "other")).sum(-1)
 
     def check_targets(self, outputs: Any, targets: Any) -> None:
         super().check_targets(outputs, targets)

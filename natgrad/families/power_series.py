@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.families.event_checks import check_above, check_support, check_width
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.positive_families import log_gamma_draws
-from natgrad.families.special_functions import HALF_LOG_2PI, exp_gap, in_double, ratio_gap, stirling_rest
+from natgrad.families.special_functions import HALF_LOG_2PI, divergence_terms, in_double, ratio_gap, stirling_rest
 from natgrad.ground.checks import check_positive
 
 NODES = 480
@@ -43,6 +43,12 @@ class PowerSeries(ExponentialFamily):
         """p and 1 - p, (..., 1) -> (...) each."""
         log_p = self.check(theta)[..., 0]
         return log_p.exp(), -torch.expm1(log_p)
+
+    def _compare(self, theta: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """p (e^d - 1 - d) and p' - p, d = log p' - log p, (..., 1) -> (...) each; also where p or p' is zero."""
+        log_p, other_log_p = theta[..., 0], other[..., 0]
+        excess = divergence_terms(log_p, other_log_p)
+        return excess, excess + log_p.exp() * (other_log_p - log_p)
 
     log_prob = in_double(ExponentialFamily.log_prob)
     entropy = in_double(ExponentialFamily.entropy)
@@ -112,9 +118,9 @@ class NegativeBinomial(PowerSeries):
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
         """r [g(q' / q) + p / q g(p' / p)], g(y) = y - 1 - log y and q = 1 - p."""
-        (p, rest), (other_p, other_rest) = self._split(theta), self._split(other)
-        away = p * torch.expm1((other - theta)[..., 0])
-        return self.failures * (ratio_gap(other_rest, rest, -away) + p / rest * ratio_gap(other_p, p, away))
+        (_, rest), (_, other_rest) = self._split(theta), self._split(other)
+        excess, away = self._compare(theta, other)
+        return self.failures * (ratio_gap(other_rest, rest, -away) + excess / rest)
 
     def expectation(self, theta: Tensor) -> Tensor:
         p, rest = self._split(theta)
@@ -189,11 +195,10 @@ class Logarithmic(PowerSeries):
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
         """[g(q' / q) + p / q (e^d - 1 - d)] / l - g(l' / l), g(y) = y - 1 - log y, q = 1 - p, l = -log q, d = step."""
-        (p, rest), (_, other_rest) = self._split(theta), self._split(other)
-        step = (other - theta)[..., 0]
-        start, away = -log_one_minus_exp(theta[..., 0]), p * torch.expm1(step)
-        gap = ratio_gap(other_rest, rest, -away)
-        both = gap + p / rest * exp_gap(step)
+        (_, rest), (_, other_rest) = self._split(theta), self._split(other)
+        excess, away = self._compare(theta, other)
+        start, gap = -log_one_minus_exp(theta[..., 0]), ratio_gap(other_rest, rest, -away)
+        both = gap + excess / rest
         return both / start - ratio_gap(-log_one_minus_exp(other[..., 0]), start, gap + away / rest)
 
     def expectation(self, theta: Tensor) -> Tensor:

@@ -8,7 +8,15 @@ from models import F64, draw, tensor
 from torch.testing import assert_close
 
 import natgrad as ng
-from natgrad.families import Bernoulli, Categorical, ExponentialFamily, Multinomial, Poisson
+from natgrad.families import (
+    Bernoulli,
+    Categorical,
+    ExponentialFamily,
+    Geometric,
+    Multinomial,
+    NegativeBinomial,
+    Poisson,
+)
 from natgrad.operators import Operator
 from natgrad.testing import check_operator
 
@@ -123,3 +131,15 @@ def test_a_draw_of_a_billion_trials_costs_no_more_than_one():
     assert bool(((x.mean(0) - trials * shares).abs() <= 4.5 * error).all())
     size = covariance.diagonal().sqrt().outer(covariance.diagonal().sqrt())
     assert bool(((torch.cov(x.mT) - covariance).abs() <= 4.5 * size * (2 / len(x)) ** 0.5).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("family", [Bernoulli(1), Poisson(1), NegativeBinomial(3), Geometric()], ids=repr)
+def test_kl_of_counts_that_are_all_zero(family, dtype):
+    """psi(other) from them, and eta (theta - other) - psi(theta) to them, also where exp(theta) is zero."""
+    zero, other = torch.tensor([[-1000.0], [-0.5]], dtype=dtype)
+    assert_close(family.kl(zero, other), family.log_partition(other))
+    expected = (family.expectation(other) * (other - zero)).sum() - family.log_partition(other)
+    assert_close(family.kl(other, zero), expected)
+    slope = torch.func.grad(family.kl)(other, zero)
+    assert_close(slope, family.covariance(other) @ (other - zero))
