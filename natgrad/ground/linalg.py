@@ -49,16 +49,18 @@ def solve_or_nan(matrix: Tensor, rhs: Tensor, *, left: bool = True) -> Tensor:
 def factor_or_nan(matrix: Tensor) -> Tensor:
     """L (..., n, n) with L L^T = A, read from A's lower triangle; NaN throughout where A is not positive definite.
 
-    A pivot L_ii^2 that is round-off of A_ii is none: that of torch.ones(2, 2), which is singular, comes out as 0 or as
-    eps, depending on the processor. With gradients, and within torch.func. No jitter: see `cholesky` for the ladder.
+    A pivot L_ii^2 that the rounding of A's entries accounts for is none: that of torch.ones(2, 2), which is singular,
+    comes out as 0 or as eps, depending on the processor. With gradients, and within torch.func. No jitter: see
+    `cholesky` for the ladder.
     """
-    factor, sound = _factor(matrix)
+    factor, _, sound = _factor(matrix)
     return torch.where(sound[..., None, None], factor, torch.nan)
 
 
 def invert_factor_or_nan(matrix: Tensor) -> Tensor:
     """L^-1 (..., n, n) for A = L L^T, so that A^-1 = L^-T L^-1; NaN throughout where A is not positive definite."""
-    return invert_lower(factor_or_nan(matrix))
+    _, inverse, sound = _factor(matrix)
+    return torch.where(sound[..., None, None], inverse, torch.nan)
 
 
 def invert_lower(lower: Tensor) -> Tensor:
@@ -76,15 +78,19 @@ def invert_shifted(matrix: Tensor, shift: float) -> Tensor:
 
 def is_positive_definite(matrix: Tensor) -> Tensor:
     """Which symmetric matrices have the factor of `factor_or_nan`, (..., n, n) -> (...)."""
-    return _factor(matrix.detach())[1]
+    return _factor(matrix.detach())[2]
 
 
-def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _factor(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """L, L^-1, and which are sound, for matrices of any kind."""
     check_precision(MATRIX, matrix.dtype, CONVERT)
     factor, info = torch_linalg.cholesky_ex(matrix)
-    pivots = factor.detach().diagonal(dim1=-2, dim2=-1).square()
-    roundoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * matrix.detach().diagonal(dim1=-2, dim2=-1)
-    return factor, (info == 0) & ((pivots > roundoff) & (pivots < torch.inf)).all(-1)
+    # a pivot is w^T A w with w = L_ii times row i of L^-1; the entries A_jk <= sqrt(A_jj A_kk) are rounded
+    inverse, roots = invert_lower(factor), factor.detach().diagonal(dim1=-2, dim2=-1)
+    weights = roots.unsqueeze(-1) * inverse.detach()
+    sizes = (weights.abs() @ matrix.detach().diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)).squeeze(-1)
+    large = roots > (2 * torch.finfo(matrix.dtype).eps) ** 0.5 * sizes
+    return factor, inverse, (info == 0) & (large & (roots < torch.inf)).all(-1)
 
 
 def require_inverse(matrix: Tensor, message: str) -> Tensor:

@@ -13,6 +13,7 @@ from natgrad.ground.linalg import (
     eigh,
     factor_or_nan,
     invert_or_nan,
+    is_positive_definite,
     require_factor,
     require_inverse,
     require_solution,
@@ -140,3 +141,15 @@ def test_eigenvectors_go_through_vmap():
     values, _ = vmap(eigh)(batch("not a number"))
     assert_close(values[[0, 2]], torch.linalg.eigh(SOUND)[0])
     assert bool(values[1].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [2, 3, 8])
+def test_no_matrix_of_lower_rank_has_a_factor(d, dtype):
+    """Round-off leaves a pivot of either sign; 15 in 100 were above n eps of their diagonal entry."""
+    free = draw(200, d, 4 * d, seed=1)
+    dependent = torch.cat([free[:, :-1], (free[:, :-1] * draw(200, d - 1, 1, seed=2)).sum(1, keepdim=True)], 1)
+    units = (3 * draw(200, d, 1)).exp()
+    for rows, positive in ((dependent, False), (free, True)):
+        scaled = (units * rows).to(dtype)
+        assert is_positive_definite(scaled @ scaled.mT).tolist() == [positive] * 200
