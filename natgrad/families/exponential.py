@@ -207,7 +207,7 @@ class ExponentialFamily(Explained):
         """
         theta = self.check(theta)
         if not theta.numel():
-            return theta.new_empty(*theta.shape, theta.shape[-1])  # an empty batch, which vmap cannot take
+            return theta.unsqueeze(-1) * theta.unsqueeze(-2)  # an empty batch, which vmap cannot take
         flat = theta.reshape(-1, theta.shape[-1])
         with exact_derivatives():  # of a psi with a determinant inside, torch's own are wrong
             return torch.func.vmap(torch.func.hessian(self.log_partition))(flat).view(*theta.shape, theta.shape[-1])

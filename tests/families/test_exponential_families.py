@@ -314,3 +314,14 @@ def test_a_number_beside_a_tensor_is_taken_in_its_dtype(make):
     assert torch.equal(make(0.1, tensor(0.3)), exact)
     assert torch.equal(make(tensor(0.1), 0.3), exact)
     assert make(0.1, 0.3).dtype == torch.get_default_dtype()
+
+
+@every
+def test_no_distributions_have_gradients_of_no_numbers(name):
+    family, make = CASES[name]
+    theta = make(2)[:0].requires_grad_()
+    eta, entropy, divergence = family.expectation(theta), family.entropy(theta), family.kl(theta, theta.detach())
+    matrices = [] if family is KNOWN else [family.covariance(theta)]
+    for value in (eta, family.natural(eta), entropy, divergence, *matrices):
+        (slope,) = torch.autograd.grad(value.sum(), theta, retain_graph=True)
+        assert slope.shape == theta.shape
