@@ -464,13 +464,15 @@ def maximise_by_newton(family: ExponentialFamily, eta: Tensor, theta: Tensor) ->
         return theta  # none to find, and no largest residual
     eps = torch.finfo(eta.dtype).eps
     misfit = eta.new_full((), torch.inf)
-    for _ in range(NEWTON_STEPS):
+    for k in range(NEWTON_STEPS):
         residual, covariance = eta - family.expectation(theta), family.covariance(theta)
         misfit = (residual.abs() / (1 + eta.abs())).amax()
         factor = factor_or_nan(covariance)
         both = torch.stack([residual, 30 * eps * eta.abs()], dim=2)
         step, doubt = torch.cholesky_solve(both, factor).unbind(2)
         if not all_finite(step):
+            if k == 0:
+                raise ValueError(family.explain_singular())
             break
         # on the edge the residual vanishes too, but theta runs off in steps of about one, or round-off decides on it
         width = 1 + theta.abs()
