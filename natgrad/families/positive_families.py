@@ -110,6 +110,7 @@ class Gamma(ExponentialFamily):
     def inside(self, theta: Tensor) -> Tensor:
         return (theta[..., 0] > -1) & (theta[..., 1] < 0) & torch.isfinite(theta).all(-1)
 
+    @in_double
     def expectation(self, theta: Tensor) -> Tensor:
         shape, rate = self._split(theta)
         return torch.stack([digamma(shape) - rate.log(), shape / rate], dim=-1)
@@ -229,6 +230,7 @@ class Dirichlet(ExponentialFamily):
         fits = (x > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < slack)
         return check_support(x, fits, "proportions > 0 with the sum 1").log()
 
+    @in_double
     def log_partition(self, theta: Tensor) -> Tensor:
         self.check_shape(theta, "theta")
         psi = log_gamma(theta + 1).sum(-1) - log_gamma((theta + 1).sum(-1))
@@ -280,6 +282,8 @@ class Dirichlet(ExponentialFamily):
         check_varies(torch.where(total > least, (2 * total).sqrt(), 0.0), 1.0, dtype)
         return self.natural(mean.log() - gap)
 
+    invert = in_double(ExponentialFamily.invert)
+
     def guess(self, eta: Tensor) -> Tensor:
         """Bisection on s = sum alpha with alpha_i = digamma^-1(eta_i + digamma(s)): their sum falls below s once."""
         if not bool((eta < 0).all() and (eta.exp().sum(1) < 1).all()):
@@ -329,6 +333,8 @@ class Beta(Embedded):
 
     def maximise_likelihood(self, x: Tensor, statistics: Tensor) -> Tensor:
         return PAIR._maximise_shares(self._source(widen(x)), statistics.dtype)
+
+    invert = in_double(ExponentialFamily.invert)
 
     def guess(self, eta: Tensor) -> Tensor:
         return PAIR.guess(eta)

@@ -125,7 +125,10 @@ PAIR = ng.Product((ng.Gamma(), 1), (ng.Ising(2), 2))
         (lambda: Categorical(3).natural(tensor([0.5, 0.5, 0.0])), ("positive",)),
         (lambda: Categorical(3).natural(tensor([0.5, 0.5, 0.5])), ("sum other than 1",)),
         (lambda: Categorical(3).mle(torch.zeros(0, dtype=torch.long)), ("empty",)),
-        (lambda: ng.SubModel(Categorical(3), range(3)).natural(tensor([0.5, 0.3, 0.2])), ("statistics that", "singular")),
+        (
+            lambda: ng.SubModel(Categorical(3), range(3)).natural(tensor([0.5, 0.3, 0.2])),
+            ("statistics that", "singular"),
+        ),
         (lambda: Multinomial(3, 2).statistics(tensor([1.0, 1.0])), ("sum 3",)),
         (lambda: Multinomial(3, 2).natural(tensor([1.0, torch.nan])), ("not finite",)),
         (lambda: Multinomial(50, 20).outcomes(draw(20)), ("outcomes", "at most")),

@@ -71,3 +71,14 @@ def test_fisher_matrices_have_all_digits(name):
         found = [family.covariance(theta), family.fisher(theta).dense(), torch.func.jacrev(family.expectation)(theta)]
         for matrix in [*found, *(hessian(family.log_partition)(theta) for hessian in hessians)]:
             assert ((matrix - expected).abs() <= 1e-13 * size.abs()).all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_expectations_in_single_precision_have_all_its_digits(name):
+    """eta_i = digamma(alpha_i) - digamma(sum alpha) is -1e-6 where alpha_i is nearly the sum."""
+    family = FAMILIES[name]
+    theta = draw_parameters(family, 8.0).float()
+    assert_close(family.expectation(theta), family.expectation(theta.double()).float(), rtol=1e-6, atol=0)
+    sizes = torch.tensor([[1e6, 0.5, 2.0], [1e-6, 100.0, 1.0], [1e3, 1e-3, 1e6]])[:, : family.size]
+    if not isinstance(family, Gamma):  # whose mean has no digit more
+        assert float(family.kl(sizes - 1, family.natural(family.expectation(sizes - 1))).max()) < 1e-3
