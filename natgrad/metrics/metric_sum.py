@@ -82,6 +82,16 @@ class MetricSum(Metric):
         parts = [Scaled(operator.declare(nats=nats), self.weights[name]) for name, operator in operators.items()]
         return Sum(tuple(parts))
 
+    def add_up(self, params: Params, inputs: Any) -> tuple[Operator, float]:
+        data = self.check_data(inputs)
+        if any(weight != 1.0 for weight in self.weights.values()):
+            raise ValueError(
+                f"weights is {dict(self.weights)}, expected none: the information of all examples together is the sum "
+                "of the terms', whatever they weigh in a loss; build ng.metrics.sum_metrics(metrics) for it"
+            )
+        terms = [term.add_up(params, data[name]) for name, term in self.terms.items()]
+        return Sum(tuple(Scaled(operator.declare(nats=1.0), count) for operator, count in terms)), 1.0
+
     def count_examples(self, inputs: Any) -> int:
         data = self.check_data(inputs)
         return sum(term.count_examples(data[name]) for name, term in self.terms.items())

@@ -98,6 +98,17 @@ def test_the_robust_covariance_is_the_sandwich_and_knows_a_wrong_model() -> None
     assert_close(plain, errors.square().mean() * inverse, rtol=1e-5, atol=1e-9)
 
 
+def test_the_errors_of_two_samples_are_those_of_all_rows() -> None:
+    params = {"slopes": torch.tensor([0.2, -0.5, 0.1], dtype=F64)}
+    metric = ng.observed_fisher(logistic, params)
+    parts = {"early": (X[:60], BITS[:60]), "late": (X[60:], BITS[60:])}
+    errors = ng.standard_errors(ng.metrics.sum_metrics(dict.fromkeys(parts, metric)), params, parts)
+    assert_close(errors.covariance, ng.standard_errors(metric, params, (X, BITS)).covariance)
+    weighted = ng.metrics.sum_metrics(dict.fromkeys(parts, metric), {"late": 2.0})
+    with pytest.raises(ValueError, match=r"weights is .* expected none"):
+        ng.standard_errors(weighted, params, parts)
+
+
 def two_logits(p: Params, x: Tensor) -> Tensor:
     logit = x @ p["slopes"]
     return torch.stack([torch.zeros_like(logit), logit], -1)
