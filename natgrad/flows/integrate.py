@@ -15,7 +15,7 @@ from natgrad.families import ExponentialFamily
 from natgrad.flows.coordinates import FlowCoordinates, natural_coordinates
 from natgrad.flows.expectation import Function
 from natgrad.ground.checks import Group, check_integer, check_positive, check_precision, read_groups
-from natgrad.ground.linalg import solve_or_nan
+from natgrad.ground.linalg import is_positive_definite, solve_or_nan
 from natgrad.ground.pure import set_modes_aside
 from natgrad.ground.spaces import check_recorded
 from natgrad.ground.typed_torch import as_tensor_like
@@ -234,7 +234,8 @@ def flow(
     Raises:
         TypeError: If a keyword is none of these.
         TypeError: If the start is no tensor.
-        ValueError: If the start is outside of the domain, the last time is not positive, or times do not increase.
+        ValueError: If the start is outside of the domain, the last time is not positive, or times do not increase; for
+            a natural flow of statistics that depend on one another, as those of `Categorical`.
         ImportError: If SciPy is not installed.
 
     Example:
@@ -254,6 +255,8 @@ def flow(
     chart = coordinates or natural_coordinates(family)
     if start.dim() != 1 or not bool(_is_inside(family, chart, start)):
         raise ValueError(f"start {start.tolist()} is not one point inside the domain of the coordinates {chart.name!r}")
+    if natural and not bool(is_positive_definite(family.covariance(chart.theta(start)))):
+        raise ValueError(family.explain_singular())
     field = flow_field(function, family, chart, natural=natural, maximise=maximise)
     first = float(field(start).abs().max())
     if isinstance(span, (int, float)):

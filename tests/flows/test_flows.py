@@ -163,6 +163,8 @@ def test_why_a_flow_ends():
         flow(F, TOY, [0.5, 0.5], 1.0, MU)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="last time"):
         flow(F, TOY, point(0.5, 0.5), 0.0, MU)
+    with pytest.raises(ValueError, match="statistics that do not depend on one another"):
+        flow(lambda theta: theta[..., 0], ng.Categorical(3), torch.zeros(3).double(), 1.0)
     with pytest.raises(ValueError, match="independence model"):
         probability_coordinates(Ising(2))
 
