@@ -31,7 +31,8 @@ def kl_ball(
         reverse: Of KL(theta', theta).
 
     Returns:
-        Shape (m, n). NaN along a direction that never gets there (possible only with `reverse`).
+        Shape (m, n). NaN along a direction that never gets there: with `reverse`, and of `InverseGaussian`, whose KL to
+        the edge of its domain is finite.
 
     Example:
         >>> normal = ng.Normal()
