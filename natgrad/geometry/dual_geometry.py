@@ -10,10 +10,12 @@ from torch import Tensor
 from natgrad.families import ExponentialFamily, SubModel
 from natgrad.geometry.base import require_family
 from natgrad.ground.checks import check_positions, check_positive
-from natgrad.ground.linalg import all_finite, require_solution, solve_or_nan
+from natgrad.ground.derivatives import jacobians
+from natgrad.ground.linalg import all_finite, is_positive_definite, require_solution, solve_or_nan, symmetrise
 from natgrad.ground.pure import leave_autocast
 
-STEPS = 100
+STEPS, CHEAP = 100, 20
+"""Steps of the e-projection, and those of them without the third derivatives of psi."""
 SETTLED, FLAT = 4096, 64  # of a step and of a value, in units of the dtype's precision
 EDGE = "the e-projection ran to the edge of the sub-model, where its metric is singular: give another start"
 
@@ -91,9 +93,10 @@ def m_projection(sub: SubModel, theta: Tensor) -> Tensor:
 
 @leave_autocast
 def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> Tensor:
-    """A theta of the sub-model where KL(sub, whole) is stationary, by natural gradient steps that descend.
+    """A theta of the sub-model where KL(sub, whole) is stationary, by steps that descend.
 
-    There may be several: a sub-model is straight in theta, not in the means.
+    They are natural gradient steps, and Newton's where twenty of these do not settle. There may be several such points:
+    a sub-model is straight in theta, not in the means.
 
     Args:
         sub: The sub-model.
@@ -105,11 +108,17 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
     """
     point = (m_projection(sub, theta) if start is None else start).detach()
     free, goal, eps = list(sub.free), theta.detach(), torch.finfo(theta.dtype).eps
-    for _ in range(STEPS):
-        full = sub.whole(point)
-        metric = sub.family.covariance(full)
-        gradient = (metric @ (full - goal).unsqueeze(-1))[..., free, :]  # grad KL = I (theta_q - theta_p)
-        step = require_solution(metric[..., free, :][..., free], gradient, EDGE).squeeze(-1)
+
+    def differentiate(at: Tensor) -> Tensor:
+        full = sub.whole(at)  # grad KL = I (theta_q - theta_p)
+        return (sub.family.covariance(full) @ (full - goal).unsqueeze(-1)).squeeze(-1)[..., free]
+
+    for k in range(STEPS):
+        gradient, matrix = differentiate(point).unsqueeze(-1), sub.covariance(point)
+        if k >= CHEAP:
+            curvature = jacobians(differentiate, point)
+            matrix = torch.where(is_positive_definite(symmetrise(curvature))[..., None, None], curvature, matrix)
+        step = require_solution(matrix, gradient, EDGE).squeeze(-1)
         if bool((step.abs() <= SETTLED * eps * (1 + point.abs())).all()):
             return point
         point = _descend(sub.inside, lambda q: sub.family.kl(sub.whole(q), goal), point, -step)

@@ -41,6 +41,11 @@ SPARSE = SubModel(
 SUBS = {
     "independent spins": (INDEPENDENT, 0.5 * draw(6), draw(3, seed=1)),
     "sparse precision": (SPARSE, thetas(3), SPARSE.mle(draw(20, 3, seed=3))),
+    "a normal without one linear term": (  # where natural gradient steps do not settle
+        SubModel(MultivariateNormal(2), [0, 2, 3, 4], base=tensor([0.0, 0.0, -0.5, -0.5, 0.0])),
+        tensor([3.31, 3.98, -2.17, -1.43, -0.98]),
+        tensor([0.3, -0.5, -0.6, 0.1]),
+    ),
 }
 
 
