@@ -462,7 +462,8 @@ def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool
 
     Raises:
         TypeError: For anything but a metric; for `robust` with the metric of a model.
-        ValueError: For an information that is singular, with the direction that is not identified, or indefinite.
+        ValueError: For an information that is singular, with the direction that is not identified, indefinite, or not
+            finite.
 
     Reference:
         The sandwich: Huber 1967; White 1982.
@@ -633,10 +634,15 @@ def name_entries(params: Params) -> tuple[str, ...]:
 
 
 def invert_information(matrix: Tensor, names: Sequence[str], units: Tensor | None, *, indefinite: bool) -> Tensor:
-    """G^-1. ValueError with the direction where G is singular or has negative curvature.
+    """G^-1. ValueError with the direction where G is singular or has negative curvature, and where it is not finite.
 
     In the units of the parameters, None: their own standard deviations, so that the user's do not count.
     """
+    if not all_finite(matrix):
+        raise ValueError(
+            "the information is not finite: params lie at the edge of what the model can be, as a variance of 0 does, "
+            "where there are no standard errors; or the model overflows, so look at params and the units of the data"
+        )
     round_off = SINGULAR * len(matrix) * torch.finfo(matrix.dtype).eps
     sizes = matrix.diagonal().abs() if units is None else units.square()
     # a sum of squares has no round-off of its own; second derivatives may cancel to it

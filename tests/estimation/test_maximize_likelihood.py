@@ -200,6 +200,7 @@ def test_what_has_no_maximum_is_said() -> None:
         assert ng.maximize_likelihood(mixture, start, y).status == "converged"
 
 
+EDGE = {"mean": torch.tensor(0.0, dtype=F64), "log_scale": torch.tensor(-400.0, dtype=F64)}
 DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a tolerance that is no length": (
         lambda: ng.maximize_likelihood(logistic, START, (X, BITS), tolerance=-1.0),
@@ -256,6 +257,13 @@ DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ng.maximize_likelihood(logistic, START, (X.numpy(), BITS.numpy())),
         TypeError,
         "convert arrays with torch.as_tensor",
+    ),
+    "errors of an infinite information": (
+        lambda: ng.standard_errors(
+            ng.fisher(lambda p: Normal(p["mean"], p["log_scale"].exp()), EDGE), EDGE, torch.zeros(3, dtype=F64)
+        ),
+        ValueError,
+        "the information is not finite: .* a variance of 0",
     ),
     "errors of a number": (
         lambda: ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors().transform(lambda p: 3.0),  # type: ignore[arg-type, return-value]
