@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.families import ExponentialFamily
 from natgrad.geometry.stable_functions import safe_sqrt
+from natgrad.ground.linalg import refuse_mapped
 from natgrad.ground.messages import Explained, show_dtype
 from natgrad.ground.pure import compute_exactly
 
@@ -198,10 +199,11 @@ class Manifold(Explained):
             point: Shape (..., event).
 
         Raises:
-            ValueError: Unless it is inside.
+            ValueError: Unless it is inside; within `torch.func.vmap`.
         """
         if not isinstance(point, Tensor) or not point.is_floating_point():
             raise TypeError(f"a point of {self!r} is {show_dtype(point)}, expected a floating-point tensor")
+        refuse_mapped(point, f"a point of {self!r}")
         if point.dim() < self.event or not bool(self.inside(point.detach()).all()):
             raise ValueError(self._refusal(point))
         return point

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from natgrad.ground.linalg import refuse_mapped
+
 COLUMNS = tuple(range(2, 17, 2))  # midpoint steps per column of the extrapolation table: order 16
 STEPS = 2000
 POWER = 1 / 15  # of the error estimate, which is of order 14 in the step
@@ -39,11 +41,13 @@ def integrate(
 
     Raises:
         RuntimeError: After that many steps.
+        ValueError: Within `torch.func.vmap`.
 
     Example:
         >>> ng.geometry.integrate(lambda x: -x, torch.tensor([1.0]))
         tensor([0.3679])
     """
+    refuse_mapped(start, "start")
     state, time, step = start, 0.0, 1.0  # both in shares of the span
     slope = field(state)
     for _ in range(steps):

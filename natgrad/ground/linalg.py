@@ -176,6 +176,15 @@ def is_concrete(value: Tensor) -> bool:
     return torch.func.debug_unwrap(value) is value
 
 
+def refuse_mapped(value: Tensor, name: str) -> None:
+    """ValueError within torch.func.vmap, for functions that take a batch and look at its numbers."""
+    if torch.func.debug_unwrap(value).dim() > value.dim():
+        raise ValueError(
+            f"{name} comes through torch.func.vmap, which cannot follow steps that depend on the numbers; call the "
+            "function on the whole batch instead: leading dimensions are batches"
+        )
+
+
 def has_derivatives(value: Tensor) -> bool:
     """Whether derivatives are taken through the tensor, backward or forward."""
     return value.requires_grad or torch.autograd.forward_ad.unpack_dual(value).tangent is not None

@@ -360,3 +360,14 @@ def test_momentum_finds_the_nearest_point(case, transport):
         (gradient,) = torch.autograd.grad(manifold.distance(start, other).square().sum() / 2, start)
         point, velocity = descent.step(point, gradient, velocity)
     assert float(manifold.distance(point, other).max()) < 1e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_within_vmap_what_looks_at_numbers_is_refused_in_words(case):
+    manifold, start, end = CASES[case]
+    calls = [manifold.retract]
+    if isinstance(getattr(manifold, "manifold", manifold), Normals | NaturalParameters):
+        calls += [manifold.log, manifold.distance, lambda p, q: manifold.carry(p, q - p, q - p)[1]]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"comes through torch.func.vmap, .* the whole batch instead"):
+            torch.func.vmap(call)(start, end)
