@@ -25,6 +25,9 @@ DIGITS = 40.0
 SMALLEST_RATIO = 1e-3
 """p below which log(-log(1 - p) / p) is taken from its series."""
 
+LARGEST_SUM, SUMMED, FAR = math.log(0.25), 28, 3.0
+"""log p up to which that many terms of -log(1 - p) / p have all digits; and what lies far below it, in log p."""
+
 
 class PowerSeries(ExponentialFamily):
     """What the counts share: T = x, theta = log p < 0."""
@@ -185,21 +188,43 @@ class Logarithmic(PowerSeries):
     def log_partition(self, theta: Tensor) -> Tensor:
         """theta + log(-log(1 - p) / p): the ratio is one where p is lost."""
         log_p = self._keep_inside(theta)
+        return torch.where(self.inside(theta), log_p + self._log_ratio(log_p), torch.inf)
+
+    def _log_ratio(self, log_p: Tensor) -> Tensor:
+        """log w, w = -log(1 - p) / p, of log p (...)."""
         small = log_p.exp() < SMALLEST_RATIO
         p = torch.where(small, log_p, -8.0).exp()
         series = torch.log1p(p * (1 / 2 + p * (1 / 3 + p * (1 / 4 + p * (1 / 5 + p * (1 / 6 + p / 7))))))
         far = torch.where(small, -1.0, log_p)
-        psi = torch.where(small, log_p + series, (-log_one_minus_exp(far)).log())
-        return torch.where(self.inside(theta), psi, torch.inf)
+        return torch.where(small, series, (-log_one_minus_exp(far)).log() - far)
 
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
-        """[g(q' / q) + p / q (e^d - 1 - d)] / l - g(l' / l), g(y) = y - 1 - log y, q = 1 - p, l = -log q, d = step."""
+        """log(w' / w) - (eta - 1) d, w = -log(1 - p) / p = sum_k p^k / (k + 1), d = log p' - log p."""
+        log_p, goal = torch.broadcast_tensors(self.check(theta)[..., 0], self.check(other)[..., 0])
+        least = LARGEST_SUM
+        both = torch.maximum(log_p, goal) < least
+        start, end = (torch.where(each < least, each, least).unsqueeze(-1) for each in (log_p, goal))
+        k = torch.arange(1, SUMMED + 1, dtype=theta.dtype, device=theta.device)
+        powers = (k * start).exp() / (k + 1)
+        w, rise = 1 + powers.sum(-1), (k * powers).sum(-1)
+        excess = (divergence_terms(k * start, k * end) / (k + 1)).sum(-1)  # w' - w - rise d
+        moved = excess + rise * (end - start).squeeze(-1)
+        summed = excess / w - ratio_gap(w + moved, w, moved)
+        far = ~both & (torch.minimum(log_p, goal) < least - FAR)
+        eta = self.expectation(torch.where(log_p < least, -1.0, log_p).unsqueeze(-1)).squeeze(-1)
+        above = torch.where(log_p < least, rise / w, eta - 1)
+        apart = self._log_ratio(goal) - self._log_ratio(log_p) - above * (goal - log_p)
+        near = torch.where(both | far, -1.0, log_p), torch.where(both | far, -1.0, goal)
+        return torch.where(both, summed, torch.where(far, apart, self._compare_near(*near)))
+
+    def _compare_near(self, log_p: Tensor, goal: Tensor) -> Tensor:
+        """[g(q' / q) + p / q (e^d - 1 - d)] / l - g(l' / l), g(y) = y - 1 - log y, q = 1 - p, l = -log q."""
+        theta, other = log_p.unsqueeze(-1), goal.unsqueeze(-1)
         (_, rest), (_, other_rest) = self._split(theta), self._split(other)
         excess, away = self._compare(theta, other)
-        start, gap = -log_one_minus_exp(theta[..., 0]), ratio_gap(other_rest, rest, -away)
-        both = gap + excess / rest
-        return both / start - ratio_gap(-log_one_minus_exp(other[..., 0]), start, gap + away / rest)
+        start, gap = -log_one_minus_exp(log_p), ratio_gap(other_rest, rest, -away)
+        return (gap + excess / rest) / start - ratio_gap(-log_one_minus_exp(goal), start, gap + away / rest)
 
     def expectation(self, theta: Tensor) -> Tensor:
         p, rest = self._split(theta)

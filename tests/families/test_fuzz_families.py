@@ -7,6 +7,7 @@ import torch
 from family_references import CASES, exact
 from hypothesis import given
 from hypothesis import strategies as st
+from models import tensor
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -143,6 +144,19 @@ def test_large_concentrations_do_not_cancel(alpha):
         other = theta + step.double() * alpha**0.5 / 100
         away = other - theta
         assert_close(family.kl(theta, other), 0.5 * away @ family.covariance(theta) @ away, rtol=1e-2, atol=1e-12)
+
+
+@pytest.mark.parametrize("log_p", [-40.0, -20.0, -4.5, -1.4])
+def test_rare_logarithmic_counts(log_p):
+    """KL is about p d^2 / 4 between neighbours and p' / 2 far off, where all terms of its first order cancel."""
+    case, theta = CASES["logarithmic"], tensor([log_p])
+    for other in (theta * 1.01, theta - 5, tensor([-1.0]), tensor([-30.0]), tensor([-1e-3])):
+        for start, end in ((theta, other), (other, theta)):
+            expected = tensor(float(case.kl(exact(start), exact(end))))
+            assert_close(case.family.kl(start, end), expected, rtol=1e-9, atol=0)
+    lost = tensor([-800.0])  # p is zero in float64
+    assert_close(case.family.kl(lost, theta), case.family.log_partition(theta) - theta[0], rtol=0, atol=1e-13)
+    assert bool(case.family.kl(theta, lost) > 0)
 
 
 def test_a_sub_model_asks_the_whole_family():
