@@ -58,7 +58,7 @@ def factor_or_nan(matrix: Tensor) -> Tensor:
 
 
 def invert_factor_or_nan(matrix: Tensor) -> Tensor:
-    """L^-1 (..., n, n) for A = L L^T, so that A^-1 = L^-T L^-1; NaN throughout where A is not positive definite."""
+    """L^-1 (..., n, n) for A = L L^T, so that A^-1 = L^-T L^-1, without derivatives; NaN as in `factor_or_nan`."""
     _, inverse, sound = _factor(matrix)
     return torch.where(sound[..., None, None], inverse, torch.nan)
 
@@ -82,12 +82,12 @@ def is_positive_definite(matrix: Tensor) -> Tensor:
 
 
 def _factor(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """L, L^-1, and which are sound, for matrices of any kind."""
+    """L, L^-1 without derivatives, and which are sound, for matrices of any kind."""
     check_precision(MATRIX, matrix.dtype, CONVERT)
     factor, info = torch_linalg.cholesky_ex(matrix)
     # a pivot is w^T A w with w = L_ii times row i of L^-1; the entries A_jk <= sqrt(A_jj A_kk) are rounded
-    inverse, roots = invert_lower(factor), factor.detach().diagonal(dim1=-2, dim2=-1)
-    weights = roots.unsqueeze(-1) * inverse.detach()
+    inverse, roots = invert_lower(factor.detach()), factor.detach().diagonal(dim1=-2, dim2=-1)
+    weights = roots.unsqueeze(-1) * inverse
     sizes = (weights.abs() @ matrix.detach().diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)).squeeze(-1)
     large = roots > (2 * torch.finfo(matrix.dtype).eps) ** 0.5 * sizes
     return factor, inverse, (info == 0) & (large & (roots < torch.inf)).all(-1)
