@@ -81,7 +81,8 @@ def maximize_likelihood(
         log_likelihood: A function log_likelihood(params, *row) -> scalar of one row of the data, or a function
             distribution(params, *inputs) -> `torch.distributions.Distribution` of the observations.
         params: Where to start: a dict of tensors, or one tensor, as the function takes them. Left as they are.
-        data: A tensor (b, ...), or a tuple (x, ..., y) of such, the observations last.
+        data: A tensor (b, ...), or a tuple (x, ..., y) of such, the observations last. Rows are independent: what is
+            not, such as the members of a group, is one row.
         metric: `ng.fisher(f, params)` and its like. None: expected where the distribution has a closed form, else
             observed.
         tolerance: Length of a whole step, in standard errors, at which the estimate has converged. None: 1e-6 in
@@ -463,7 +464,7 @@ def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool
     Raises:
         TypeError: For anything but a metric; for `robust` with the metric of a model.
         ValueError: For an information that is singular, with the direction that is not identified, indefinite, or not
-            finite.
+            finite; for `robust` with a single row.
 
     Reference:
         The sandwich: Huber 1967; White 1982.
@@ -495,6 +496,11 @@ def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool
             "log_likelihood(params, *row)"
         )
     likelihood = metric.likelihood
+    if likelihood.check_rows(data).batch() == 1:
+        raise ValueError(
+            "robust=True takes the spread of the rows' scores, and the data are one row, whose score is 0 at the "
+            "estimate: give independent observations as rows of their own, or leave robust out"
+        )
     moment = empirical_fisher(likelihood.function, next(iter(named.values())) if likelihood.single else named)
     return StandardErrors(params, inverse @ moment.at(named, data).dense() @ inverse / count, names)
 

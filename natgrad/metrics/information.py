@@ -239,17 +239,27 @@ class OwnLikelihood:
 
         Of a log likelihood of one row they are asked at the first row alone: under vmap nothing can look at numbers.
         """
-        batched = self.gives_distribution(len(rows.args))
         try:
             with set_validation(True):
-                self._call(params, *(rows.args[:-1] if batched else [part[0] for part in rows.args]))
+                if self.gives_distribution(len(rows.args)):
+                    self._call(params, *rows.args[:-1])
+                else:
+                    self._one(params, *(part[0] for part in rows.args))
         except ValueError as error:
             if "Expected parameter" in str(error):  # not an observation that torch.where may leave out
                 return torch.full((rows.batch(),), torch.nan)
         return self.log_p(params, *rows.args)
 
     def _one(self, params: Params, *row: Tensor) -> Tensor:
-        value = self._call(params, *row)
+        try:
+            value = self._call(params, *row)
+        except Exception as error:
+            shapes = ", ".join(str(tuple(part.shape)) for part in row)
+            error.add_note(
+                f"{self}(params, *row) is called with one row of the data, of shapes {shapes}, and the library batches "
+                "it. Where rows are not independent, as in Cox's likelihood, all of them are one row: x[None]."
+            )
+            raise
         if isinstance(value, Distribution):
             raise ValueError(
                 f"{self} returned the distribution {type(value).__name__}, whose observations are missing: give "
