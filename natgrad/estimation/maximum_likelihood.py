@@ -155,6 +155,11 @@ def check_start(log_likelihood: Callable[..., Any], params: Estimate, data: Any)
     likelihood.check_support(named, rows)
     with torch.no_grad():
         value = likelihood.evaluate(named, rows).sum()
+    if torch.promote_types(value.dtype, dtype := Space(named).dtype) != dtype:
+        raise ValueError(
+            f"the log likelihood is {value.dtype} and params are {dtype}: give params in the type of the data, as by "
+            ".double()"
+        )
     if not bool(value.isfinite()):
         raise ValueError(
             f"the log likelihood is {float(value)} at the start: look for a scale that is not positive or a NaN in the "

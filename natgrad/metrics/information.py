@@ -294,7 +294,14 @@ class OwnLikelihood:
         return density
 
     def _call(self, params: Params, *row: Tensor) -> Any:
-        return self.function(next(iter(params.values())) if self.single else dict(params), *row)
+        try:
+            return self.function(next(iter(params.values())) if self.single else dict(params), *row)
+        except Exception as error:
+            types = [{str(t.dtype) for t in part if t.is_floating_point()} for part in (params.values(), row)]
+            if len(types[0] | types[1]) > 1:
+                names = [" and ".join(sorted(part)) for part in types]
+                error.add_note(f"params are {names[0]}, the data {names[1]}: give both in one type, as by .double().")
+            raise
 
     def log_prob(self, density: Distribution, observed: Tensor) -> Tensor:
         """log p of each row (b,), the sum over its independent entries."""

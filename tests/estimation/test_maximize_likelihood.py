@@ -283,6 +283,16 @@ DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         IndexError,
         r"called with one row of the data, of shapes \(3,\), \(\)",
     ),
+    "params in another type than inputs": (
+        lambda: ng.maximize_likelihood(logistic, {"slopes": torch.zeros(3)}, (X, BITS)),
+        RuntimeError,
+        "params are torch.float32, the data torch.float64",
+    ),
+    "a number in another type than its data": (
+        lambda: ng.maximize_likelihood(lambda p, y: -((p - y) ** 2), torch.tensor(0.0), BITS),
+        ValueError,
+        "the log likelihood is torch.float64 and params are torch.float32",
+    ),
     "errors of a number": (
         lambda: ng.maximize_likelihood(logistic, START, (X, BITS)).standard_errors().transform(lambda p: 3.0),  # type: ignore[arg-type, return-value]
         TypeError,
