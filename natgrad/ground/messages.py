@@ -128,6 +128,18 @@ ELSEWHERE = {
 }
 """Names of other packages, by what takes their place here."""
 
+OF_TOLERANCES = "write tolerances=ng.search.Tolerances(tolx=..., tolfun=..., maxiter=...)"
+SEARCHES = {
+    "options": "write its entries as arguments, ftarget=1e-8",
+    "inopts": "write its entries as arguments, seed=1",
+    **dict.fromkeys(("tolfun", "tolx", "tol", "maxiter"), OF_TOLERANCES),
+    "CMA_stds": "write sigma0=, one number for each variable",
+    "CMA_diagonal": "write model=ng.search.Separable()",
+    "integer_variables": "write integers=",
+    "fixed_variables": "leave them out of x0, and let f put them in",
+}
+"""Arguments of pycma's and SciPy's, and what stands for them in a search."""
+
 ARGUMENTS = {
     "EvalCallback": {
         "log_path": "callback.history has every evaluation",
@@ -148,6 +160,36 @@ ARGUMENTS = {
         "learning_rate": "write lr=",
         "variational_state": "write psi=, an ng.LogAmplitude",
     },
+    "residuals": {
+        "loss_weights": "write weights=, by the names of the terms",
+        "external_trainable_variables": "make them unknowns, {'u': net, 'k': k}",
+        "optimizer": "it is the optimizer",
+        "iterations": "write opt.fit(steps, sample)",
+        "epochs": "write opt.fit(steps, sample)",
+    },
+    "maximize_likelihood": {
+        "weights": "make them a tensor of the data, by which the function multiplies the log likelihood of a row",
+        "offset": "make it a tensor of the data, which the function adds",
+        "bounds": "write what must be positive by its logarithm, and shares by their logits",
+        "constraints": "write what must be positive by its logarithm, and shares by their logits",
+        "method": "metric= says by which information",
+        "cov_type": "write fit.standard_errors(robust=True)",
+        "tol": "write tolerance=, in standard errors",
+    },
+    "minimize": SEARCHES
+    | {
+        "args": "write lambda x: f(x, *args)",
+        "noise_handler": "write noise=True",
+        "parallel_objective": "write executor=, or let f take a batch",
+        "bipop": "write restarts='BIPOP'",
+        "incpopsize": "write restarts=ng.search.IPOP(9, factor=2)",
+        "verbose": "write progress=True or False",
+        "disp": "write progress=True or False",
+        "constraints": "bounds= are all that there are",
+        "method": "it is CMA-ES, and model= says with which covariance",
+    },
+    "GaussianSearch": SEARCHES
+    | {"ftarget": "compare search.best.fun with it", "maxfevals": "compare search.nfev with it"},
     "run": {"n_iter": "write steps=", "out": "it returns the energies, and callback= sees each step"},
 }
 """Arguments of other packages, by our function: what stands here instead."""
@@ -338,6 +380,7 @@ def describe_call(
         reason = f"{' and '.join(map(repr, missing))} {'is' if len(missing) == 1 else 'are'} missing"
     elif len(came) > len(ordered):
         reason = f"{len(came)} arguments came in order, and it takes {len(ordered)}"
+        reason += "; write the entries of a dict as arguments" * isinstance(came[len(ordered)], Mapping)
     else:
         reason = "an argument came twice"
     shown = [type(value).__name__ for value in came] + [

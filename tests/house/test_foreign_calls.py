@@ -81,6 +81,14 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ng.stochastic_reconfiguration(ng.LogAmplitude(ng.vmc.RBM(3)), diag_shift=1e-3),
         r"no argument 'diag_shift', write damping=; expected stochastic_reconfiguration\(psi",
     ),
+    "options of pycma's": (lambda: ng.minimize(sum, [0.0], 1.0, {"seed": 1}), "entries of a dict as arguments"),  # type: ignore[call-arg]
+    "a tolerance of pycma's": (lambda: ng.minimize(sum, [0.0], 1.0, tolfun=1e-3), r"tolerances=ng.search.Tolerances"),  # type: ignore[call-arg]
+    "a budget of a search": (lambda: ng.GaussianSearch([0.0], 1.0, maxfevals=9), "compare search.nfev with it"),  # type: ignore[call-arg]
+    "weights of statsmodels'": (
+        lambda: ng.maximize_likelihood(lambda p, x: (p * x).sum(), X[0], X, weights=Y),  # type: ignore[call-arg]
+        "make them a tensor of the data",
+    ),
+    "weights of DeepXDE's": (lambda: ng.residuals(NET, {"inside": ode}, loss_weights=[1]), "by the names of the terms"),  # type: ignore[call-arg]
     "an optimizer's loop": (lambda: ng.kfac(NET, CE).fit(X, Y), r"step\(\)"),
 }
 
