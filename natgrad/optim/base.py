@@ -103,6 +103,8 @@ class Live:
     agreed: int = 0  # losses of the model's own that were seen to be the criterion's
     idle: frozenset[str] = frozenset()  # names of parameters that had no gradient, or are the model's no more
     gone: frozenset[int] = frozenset()  # the ids of the latter
+    # parameters that a model given as such had frozen when the optimizer was built
+    frozen: Sequence[weakref.ref[Tensor]] = ()
     # where the model held its modules and parameters when they were named
     places: Sequence[tuple[Mapping[str, Any], str, Any]] = ()
     # dtypes and devices of the parameters when they were looked at last
@@ -148,6 +150,8 @@ class ModelOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._live.settings = tuple(defaults)
         super().__init__(params, defaults)
+        if isinstance(self.model, nn.Module) and self._given[1].get("params") is None:
+            self._live.frozen = [weakref.ref(p) for p in self.model.parameters() if not p.requires_grad]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What torch loaded, into the list that a wrapper may hold too."""
@@ -245,6 +249,7 @@ class ModelOptimizer(Optimizer):
     def _run(self, act: Callable[[Called], object], closure: Closure | None = None) -> Called:
         """The frame of a step: what happens before it, in trouble, and after it."""
         self._follow_groups()
+        self._warn_of_unfrozen()
         self._settle()
         called, before = Called(), self._live.state.step
         try:
@@ -476,6 +481,21 @@ class ModelOptimizer(Optimizer):
                 f"parameters {gone} are no longer the model's: a layer or its weight was replaced, and the new one "
                 'is not trained. Add its parameters with optimizer.add_param_group({"params": ...}), or build the '
                 "optimizer anew",
+                stacklevel=3,
+            )
+
+    def _warn_of_unfrozen(self) -> None:
+        """Warn, once, of parameters that can be trained since the optimizer was built, and are in no group."""
+        freed = {id(p) for ref in self._live.frozen if (p := ref()) is not None and p.requires_grad}
+        if not freed:
+            return
+        self._live.frozen = [ref for ref in self._live.frozen if id(ref()) not in freed]
+        freed -= {id(p) for group in self.param_groups for p in group["params"]}
+        names = sorted(name for name, p in self.model.named_parameters() if id(p) in freed)
+        if names:
+            warnings.warn(
+                f"parameters {names} were frozen when the optimizer was built, and are not trained: add them with "
+                'optimizer.add_param_group({"params": ...}), or freeze them again',
                 stacklevel=3,
             )
 

@@ -236,6 +236,12 @@ class StochasticReconfiguration:
     def _gather_evidence(self, states: Tensor, local_energies: Tensor, weights: Tensor | None) -> SystemEvidence:
         """F and S at the samples, from the same graph."""
         processes, params, opt = self.processes, trainable(self.psi), self.optimizer
+        freed = sorted(params.keys() - opt.model.keys())
+        if freed:
+            raise ValueError(
+                f"psi's parameters {freed} were frozen when ng.stochastic_reconfiguration was built, and are trainable "
+                "now: build it anew, or freeze them again"
+            )
         share = float(len(states)) if weights is None or processes.size == 1 else float(weights.sum())
         with processes.failing_together(self.psi.device):
             own = weights if processes.size == 1 else (weights / share if share and weights is not None else None)

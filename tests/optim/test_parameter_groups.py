@@ -311,3 +311,30 @@ def test_parameters_that_the_model_holds_no_more_are_named_and_stand_still(recip
     assert torch.equal(weight, before)
     if change == "replaced":
         assert all(torch.equal(p, q) for p, q in zip(model[0].parameters(), new, strict=True))
+
+
+def iterate_residuals(opt: Any, model: nn.Module) -> None:
+    opt.step(inside=X)
+
+
+@pytest.mark.parametrize(
+    ("build", "act"),
+    [
+        (lambda m: ng.kfac(m, CE), iterate),
+        (lambda m: ng.hessian_free(m, CE), iterate),
+        (lambda m: ng.residuals(m, {"inside": lambda u, x: u(x) - 1}), iterate_residuals),
+    ],
+    ids=["blocks", "products", "residuals"],
+)
+def test_what_was_unfrozen_and_not_added_is_named(build: Callable[[nn.Module], Any], act: Callable[..., Any]):
+    model = net()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    opt, before = build(model), flat(model[0])  # type: ignore[index]
+    assert not collect_warnings(lambda: act(opt, model))
+    model[0].requires_grad_(True)  # type: ignore[index]
+    with pytest.warns(UserWarning, match=r"\['0.bias', '0.weight'\] were frozen when the optimizer was built"):
+        act(opt, model)
+    assert torch.equal(flat(model[0]), before)  # type: ignore[index]
+    opt.add_param_group({"params": model[0].parameters()})  # type: ignore[index]
+    assert not collect_warnings(lambda: act(opt, model))
+    assert not torch.equal(flat(model[0]), before)  # type: ignore[index]

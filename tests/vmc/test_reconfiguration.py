@@ -213,5 +213,11 @@ def test_bad_input_is_named_at_the_door():
         ng.stochastic_reconfiguration(psi, momentum=1.0)
     with pytest.raises(ValueError, match=r"one number for the whole of S"):
         ng.stochastic_reconfiguration(psi, momentum=0.9, damping=ng.Relative(0.1, per="block"))
+    part = ng.LogAmplitude(tanh_net().requires_grad_(False))
+    part.net[0].weight.requires_grad_(True)  # type: ignore[index, union-attr]
+    partial_sr = ng.stochastic_reconfiguration(part)
+    part.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"psi's parameters \['net.0.bias', .*\] were frozen when"):
+        partial_sr.step(states, local)
     assert torch.equal(before, flat_parameters(psi))
     assert sr.energies == []
