@@ -31,7 +31,8 @@ class Causal(PointWeights):
     The sum is over points, so that epsilon refers to their number too.
 
     Args:
-        epsilon: How strictly.
+        epsilon: How strictly. Where it is too large nearly all points have a weight of zero, and their residuals grow
+            while the loss is small: begin with a tenth over the number of points, and see that weights return to 1.
         time: Which coordinate time is; default the last.
 
     Raises:

@@ -118,7 +118,7 @@ class Fitted(ABC):
 
     @torch.no_grad()
     def elbo(self, *batch: Any) -> float:
-        """The evidence lower bound in nats, with the points of the next step.
+        """The evidence lower bound in nats, with the points of the next step: of a network a pair of draws, so rough.
 
         Args:
             *batch: Inputs and targets for a network, nothing otherwise.
