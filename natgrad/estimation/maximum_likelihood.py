@@ -458,7 +458,8 @@ def standard_errors(metric: Metric, params: Estimate, data: Any, *, robust: bool
     model whose rows are independent, if H is the observed information.
 
     Args:
-        metric: G, of a function of one's own or of a model and its likelihood.
+        metric: G, of a function of one's own or of a model and its likelihood, noise included: `ng.Gaussian(std)`
+            with the deviation of the residuals, where `nn.MSELoss()` stands for one of sqrt(1/2).
         params: The estimate, as `metric.at` takes it.
         data: The rows, as `metric.at` takes them.
         robust: The sandwich in place of (n G)^-1; for a function of one's own.
