@@ -246,8 +246,12 @@ class Critic:
         if not len(rows):
             return rollout.returns.new_zeros(()), [None] * len(self.params)
         loss = nn.functional.mse_loss(self(rollout.states[rows]), rollout.returns[rows])
-        check_followed(loss, self.named)
-        return loss, torch.autograd.grad(loss, self.params, allow_unused=True)
+        named = {name: p for name, p in self.named.items() if p.requires_grad}  # the others were frozen since
+        if not named:
+            return loss, [None] * len(self.params)
+        check_followed(loss, named)
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        return loss, [dict(zip(named, gradients, strict=True)).get(name) for name in self.named]
 
     def _join(
         self, part: BatchPart, share: float, loss: Tensor, gradients: Sequence[Tensor | None]

@@ -150,6 +150,7 @@ class PolicyLearner(Explained):
         with use_eval_mode(policy):
             self.actor = Actor(policy, self.head, example).to(like.device)
             self.params = find_acting(self.actor, example)
+        self._frozen = [name for name, p in self.actor.named_parameters() if not p.requires_grad]
         if critic is None and not self.actor.valued:
             critic = build_perceptron([inputs, *hidden[1], 1], 1.0, activation, self.generator, like)
         order: tuple[int, ...] = ()
@@ -206,6 +207,15 @@ class PolicyLearner(Explained):
         steps, progress = as_learning(total_steps, progress, spelled)
         steps = int(steps) if isinstance(steps, float) and steps.is_integer() else steps  # 1e5 is meant so
         steps = check_integer("total_steps", steps, 1)
+        trained = dict(self.actor.named_parameters())
+        freed = [name for name in self._frozen if trained[name].requires_grad]
+        if freed:
+            raise ValueError(
+                f"the parameters {freed} were frozen when the agent was built, and are trainable now: build a new "
+                "agent on the policy, or freeze them again"
+            )
+        if not any(p.requires_grad for p in self.params.values()):
+            raise ValueError("all parameters of the policy are frozen: unfreeze at least one")
         call = join_callbacks(callback, "the learner")
         self._callbacks.attach(callback)
         begun = self.steps
@@ -237,7 +247,8 @@ class PolicyLearner(Explained):
     def _advance(self) -> dict[str, Any]:
         rollout = self._collect()
         part = BatchPart.of(self.processes, len(rollout))
-        surrogate = Surrogate(self.actor, self.params, rollout, part, self.natural_step.entropy_weight)
+        params = {name: p for name, p in self.params.items() if p.requires_grad}  # the others were frozen since
+        surrogate = Surrogate(self.actor, params, rollout, part, self.natural_step.entropy_weight)
         states, most = rollout.states, self.natural_step.metric_batch
         if most is not None and most < part.total:  # a draw of all processes' states
             chosen = part.choose(

@@ -264,3 +264,30 @@ def test_global_generators_are_left_alone_and_seeds_decide():
     same = zip(one.actor.parameters(), two.actor.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
     assert one.history["return"] == two.history["return"] != other.history["return"]
+
+
+def test_what_is_frozen_within_a_run_stays_and_what_is_unfrozen_is_refused() -> None:
+    policy, critic = net(2, 3), net(2, 1)
+    agent = small(Bandit(), policy, critic=critic)
+    parts = [policy[0], critic[0], policy[2], critic[2]]
+    for part in parts[:2]:
+        part.requires_grad_(False)
+    before = [part.weight.detach().clone() for part in parts]
+    agent.learn(64)
+    assert [torch.equal(part.weight, old) for part, old in zip(parts, before, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    critic.requires_grad_(False)
+    agent.learn(64)
+    later = small(Bandit(), policy)
+    policy.requires_grad_(True)
+    with pytest.raises(
+        ValueError, match=r"\['policy.0.weight', 'policy.0.bias'\] were frozen when the agent was built"
+    ):
+        later.learn(64)
+    policy.requires_grad_(False)
+    with pytest.raises(ValueError, match="all parameters of the policy are frozen"):
+        agent.learn(64)
