@@ -286,8 +286,17 @@ class NaturalGradient(ModelOptimizer):
         loss = join_mean_loss(self._live.processes, self._live.record, space.device)
         evidence = self.evidence(params, gradient, system, loss=loss, examples=self._count_examples)
         evidence = replace(evidence, complete=partial(self._complete, called))
-        with self._replaying():
-            self._take(self._choose(), evidence)
+        try:
+            with self._replaying():
+                self._take(self._choose(), evidence)
+        except KeyError as error:
+            left = sorted(self.model.keys() - params.keys()) if isinstance(self.model, Mapping) else []
+            if error.args[0] not in left:
+                raise
+            raise ValueError(
+                f"params {left} have no gradient, and the metric's function reads them: let the loss depend on all "
+                "params, or build the optimizer without those that stay as they are"
+            ) from error
 
     def _drop_silent(self) -> None:
         """Forget the losses in which no target counts on any process, where others are left: they tell nothing."""

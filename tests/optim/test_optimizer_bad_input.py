@@ -276,6 +276,12 @@ def test_what_a_metric_lacks_is_asked_for_and_nothing_moves() -> None:
     layers = ng.kfac(model, CE)
     with pytest.raises(ValueError, match=r"optimizer\.loss\(outputs, targets\)"):
         layers.step()
+    params = {name: torch.ones(3, dtype=X.dtype, requires_grad=True) for name in "ab"}
+    joint = ng.NaturalGradient(params, ng.empirical_fisher(lambda p, x: p["a"] @ x + p["b"] @ x, params))
+    joint.observe(X)
+    params["a"].sum().backward()
+    with pytest.raises(ValueError, match=r"params \['b'\] have no gradient, and the metric's function reads them"):
+        joint.step()
     assert torch.equal(flat(model), before)
 
 
