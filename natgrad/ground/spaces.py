@@ -231,6 +231,10 @@ def check_parameters(params: Params) -> None:
 
 def name_parameters(params: Params | Tensor) -> Params:
     """A dict of tensors as it is, one tensor alone as {"params": tensor}, checked."""
+    if not isinstance(params, (Tensor, Mapping)):
+        raise TypeError(
+            f"params is {type(params).__name__}, expected a tensor or a dict of tensors, {{'slopes': torch.zeros(3)}}"
+        )
     named: Params = {"params": params} if isinstance(params, Tensor) else params
     check_parameters(named)
     for name, value in named.items():

@@ -296,11 +296,10 @@ class OwnLikelihood:
     def _call(self, params: Params, *row: Tensor) -> Any:
         try:
             return self.function(next(iter(params.values())) if self.single else dict(params), *row)
-        except Exception as error:
-            types = [{str(t.dtype) for t in part if t.is_floating_point()} for part in (params.values(), row)]
-            if len(types[0] | types[1]) > 1:
-                names = [" and ".join(sorted(part)) for part in types]
-                error.add_note(f"params are {names[0]}, the data {names[1]}: give both in one type, as by .double().")
+        except RuntimeError as error:
+            if "dtype" in str(error):
+                own, data = (" and ".join(sorted({str(t.dtype) for t in part})) for part in (params.values(), row))
+                error.add_note(f"params are {own}, the data {data}: give both in one type, as by .double().")
             raise
 
     def log_prob(self, density: Distribution, observed: Tensor) -> Tensor:

@@ -288,6 +288,16 @@ DOORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         RuntimeError,
         "params are torch.float32, the data torch.float64",
     ),
+    "a list of params": (
+        lambda: ng.maximize_likelihood(logistic, [torch.zeros(3)], (X, BITS)),  # type: ignore[arg-type]
+        TypeError,
+        r"params is list, expected a tensor or a dict of tensors, \{'slopes': torch.zeros\(3\)\}",
+    ),
+    "inputs of whole numbers": (
+        lambda: ng.maximize_likelihood(logistic, START, (X.long(), BITS)),
+        RuntimeError,
+        "params are torch.float64, the data torch.int64",
+    ),
     "a number in another type than its data": (
         lambda: ng.maximize_likelihood(lambda p, y: -((p - y) ** 2), torch.tensor(0.0), BITS),
         ValueError,
