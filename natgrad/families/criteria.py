@@ -59,6 +59,21 @@ class Tempered:
     temperature: float
 
 
+def check_layout(family: Likelihood, outputs: Any, targets: Any) -> None:
+    """ValueError for (b,) targets of (b, 1) outputs and the like, unless the likelihood draws such: they broadcast."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
+        return
+    if outputs.numel() != targets.numel():  # as class numbers
+        return
+    with torch.no_grad():
+        drawn = family.sample(outputs[:1].detach(), torch.Generator(outputs.device).manual_seed(0))
+    if isinstance(drawn, Tensor) and drawn.shape[1:] != targets.shape[1:]:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}, expected {(len(outputs), *drawn.shape[1:])} as "
+            f"{type(family).__name__} draws them; reshape one of them, nothing is broadcast"
+        )
+
+
 @dataclass(frozen=True)
 class MeanNLL:
     """The mean over rows of a likelihood's -log p, with what its targets count."""
@@ -271,7 +286,9 @@ class Criterion:
         Raises:
             ValueError: If they cannot.
         """
-        self.family.check_targets(outputs, self.events(outputs, targets))
+        events = self.events(outputs, targets)
+        self.family.check_targets(outputs, events)
+        check_layout(self.family, outputs, events)
 
     def slope(self, outputs: Any, targets: Any) -> Any:
         """Gradient of the mean loss in the outputs, in the outputs' own layout.

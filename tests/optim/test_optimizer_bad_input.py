@@ -365,3 +365,19 @@ def test_outputs_and_targets_are_those_of_the_criterion(criterion: nn.Module, ta
     model = net()
     with pytest.raises(ValueError, match=words):
         ng.kfac(model, criterion).loss(model(X), targets)
+
+
+class Cauchy(ng.Likelihood):
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().log1p().sum(1)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return outputs + torch.empty_like(outputs).cauchy_(generator=generator)
+
+
+def test_targets_of_a_likelihood_of_ones_own_have_the_shape_that_it_draws():
+    model = net()
+    opt = ng.kfac(model, Cauchy())
+    opt.loss(model(X)[:, :1], X[:, :1])
+    with pytest.raises(ValueError, match=rf"targets has shape \({len(X)},\), expected \({len(X)}, 1\) as Cauchy draws"):
+        opt.loss(model(X)[:, :1], X[:, 0])
