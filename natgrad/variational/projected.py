@@ -102,7 +102,13 @@ class Projected(Target):
 
     def _evaluate(self, f: Tensor) -> Tensor:
         """log p(y_n | f_n) of every entry."""
-        logs = self.log_likelihood(f)
+        try:
+            logs = self.log_likelihood(f)
+        except RuntimeError as error:
+            raise ValueError(
+                f"log_likelihood fails for f {tuple(f.shape)}, a row for each quadrature node; targets have the shape "
+                f"({f.shape[-1]},): {error}"
+            ) from error
         if logs.shape != f.shape:
             raise ValueError(
                 f"log_likelihood returned {tuple(logs.shape)} for f {tuple(f.shape)}, expected a number for every "

@@ -271,6 +271,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a batch": (lambda: variational(regression, 4).step(A), TypeError, "step takes no data"),
     "variance": (lambda: Projected(A, noisy, variance=-1.0), ValueError, "variance has negative"),
     "log_likelihood": (lambda: variational(Projected(A, lambda f: f.sum()), 4).step(), ValueError, "log_likelihood"),
+    "targets in a column": (
+        lambda: variational(Projected(A, lambda f: -f.sub(A[:, :1]).square()), 4).step(),
+        ValueError,
+        rf"log_likelihood fails for f \(32, {len(A)}\).*targets have the shape \({len(A)},\)",
+    ),
     "kmm": (lambda: inducing(-torch.eye(2), torch.ones(2, 3), torch.ones(3)), ValueError, "kmm is not"),
 }
 
