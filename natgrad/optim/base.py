@@ -23,7 +23,7 @@ from natgrad.ground.pure import keep_gradient_mode, leaves, map_tensors
 from natgrad.ground.typed_torch import call_uncompiled
 from natgrad.ground.whole_tensors import any_split, write_all
 from natgrad.optim.checkpoint import EXTRA, Checkpoint, Format, name_positions, read_checkpoint, write_checkpoint
-from natgrad.optim.checks import LIMITS, agree_on_loss, checked_group, evaluate_loss
+from natgrad.optim.checks import agree_on_loss, check_numbers, checked_group, evaluate_loss
 from natgrad.optim.guard import (
     NotFiniteError,
     OnTrouble,
@@ -131,7 +131,6 @@ class ModelOptimizer(Optimizer):
     """
 
     FORMAT: ClassVar[Format]
-    LIMITS: ClassVar[Mapping[str, float]] = LIMITS
 
     model: Any
     structure: Any
@@ -250,6 +249,8 @@ class ModelOptimizer(Optimizer):
         """The frame of a step: what happens before it, in trouble, and after it."""
         self._follow_groups()
         self._warn_of_unfrozen()
+        for group in self.param_groups:
+            check_numbers(group, self._live.settings)
         self._settle()
         called, before = Called(), self._live.state.step
         try:
@@ -388,7 +389,7 @@ class ModelOptimizer(Optimizer):
             ValueError: For parameters of another model, or a number out of range.
         """
         known = {id(p): name for name, p in name_parameters(self.model).items()}
-        super().add_param_group(checked_group(param_group, known, self.defaults, self.LIMITS))
+        super().add_param_group(checked_group(param_group, known, self.defaults))
         self.param_groups[-1][EXTRA] = ()  # flattened states come back with the keys that are here
         # empty, torch.distributed.checkpoint would call step()
         self.state.update({p: {} for p in self.param_groups[-1]["params"]})

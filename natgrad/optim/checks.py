@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass, replace
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,14 @@ from natgrad.rules import LineSearch, MeasuredLength, Rule, SubspaceSearch, refu
 from natgrad.solvers import CG, Auto, Direct, MinresQLP, SampleSpace, Solver
 from natgrad.structures import Layerwise, Structure
 
-LIMITS = {"momentum": 1.0} | dict.fromkeys(("lr", "damping", "max_kl", "kl_share", "weight_decay", "l2"), math.inf)
+LIMITS = (
+    {"momentum": 1.0}
+    | dict.fromkeys(("lr", "damping", "weight_decay", "l2"), sys.float_info.max)
+    | dict.fromkeys(("max_kl", "kl_share"), math.inf)
+)
+"""The most that the numbers of a parameter group may be."""
+ROUNDED_BELOW = 1e-12
+"""Below zero, where a schedule that falls to zero may end: LinearLR(end_factor=0) does so at -2e-18."""
 WITHOUT_BASIS = (Auto, CG, Direct, MinresQLP, SampleSpace)
 """Solvers whose solution has no basis of the space that they searched."""
 
@@ -224,6 +231,21 @@ def check_key(key: str, value: float, most: float) -> None:
         raise ValueError(f"{key} is 0, expected a number > 0" + ("" if key == "damping" else "; math.inf for no bound"))
 
 
+def check_numbers(group: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """ValueError or TypeError unless the numbers of a group under these keys are in their ranges."""
+    for key in keys:
+        if key in LIMITS:
+            check_key(key, read_number(group[key]), LIMITS[key])
+
+
+def read_number(value: Any) -> Any:
+    """A number that a loop or a schedule may have written as a tensor or one of NumPy; anything else as it is."""
+    if not isinstance(value, SupportsFloat) or math.prod(getattr(value, "shape", ())) != 1:
+        return value
+    number = float(value)
+    return 0.0 if -ROUNDED_BELOW < number < 0 else number
+
+
 def check_blocks(model: Any, structure: Any, **intervals: int) -> None:
     """TypeError unless a module and a structure in blocks per layer, ValueError for an interval below one step."""
     if not isinstance(model, nn.Module):
@@ -258,7 +280,6 @@ def checked_group(
     group: Mapping[str, Any],
     known: Mapping[int, str],
     defaults: Mapping[str, Any],
-    limits: Mapping[str, float] = LIMITS,
 ) -> dict[str, Any]:
     """A parameter group with its parameters, or pairs, as a list."""
     params = given_parameters(group["params"], {})
@@ -266,9 +287,7 @@ def checked_group(
     strangers = [tuple(p.shape) for p in tensors if isinstance(p, Tensor) and id(p) not in known]
     if strangers:
         raise ValueError(f"params holds tensors of shapes {strangers} that are not parameters of the model")
-    for key, most in limits.items():
-        if key in defaults:
-            check_key(key, group.get(key, defaults[key]), most)
+    check_numbers({**defaults, **group}, defaults)
     return {**group, "params": params}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -95,7 +94,6 @@ class NaturalGradient(ModelOptimizer):
     """
 
     FORMAT = Format("system", "natgrad.NaturalGradient", frozenset({"damping", "memory", "generator"}))
-    LIMITS = dict.fromkeys(("lr", "weight_decay"), math.inf)
 
     @with_options(FlatOptions, FlatSettings)
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Assembled, mlp, pair
+from models import Assembled, assert_close, mlp, pair
 from optim_models import CE, X, Y, count_hooks, flat, iterate, kind, net, same, snapshot
 from torch import Tensor, nn
 
@@ -138,6 +138,29 @@ def test_added_parameters_are_checked_before_they_are_added() -> None:
             opt.add_param_group(group)
         assert same(snapshot(opt), before)
     iterate(opt, model, X, Y)
+
+
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.natgrad_cg])
+def test_a_wrong_number_in_a_group_is_refused_at_the_next_step(recipe: Any) -> None:
+    """Then nothing has changed: with the number from before, in whatever form, the same step is taken."""
+    (model, twin), opts = (net(), net()), list[Any]()
+    for each in (model, twin):
+        opts.append(recipe(each, CE))
+        iterate(opts[-1], each)
+        opts[-1].zero_grad()
+        opts[-1].loss(each(X), Y).backward()
+    group, limits = opts[0].param_groups[0], {"momentum": 1.0, "damping": 0.0, "max_kl": 0.0, "kl_share": 0.0}
+    for key in opts[0]._live.settings:
+        right = group[key]
+        for wrong in (-1.0, NAN, "0.1", None, torch.ones(2), limits.get(key, math.inf)):
+            group[key] = wrong
+            with pytest.raises((ValueError, TypeError), match=rf"(?s){key} is .*, expected"):
+                opts[0].step()
+        group[key] = torch.tensor(right, dtype=torch.float64)
+    group["weight_decay"] = -2e-18  # as schedules end that fall to zero
+    for opt in opts:
+        opt.step()
+    assert_close(flat(model), flat(twin), 1e-12)
 
 
 # at loss and step
