@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Unpack
 
 import torch
@@ -241,11 +242,11 @@ class NaturalGradient(ModelOptimizer):
         state = replace(State.load(saved.extra, None, None, self._live.named), vectors=vectors)
         own, order = list(self._live.named), list(saved.extra.get("order") or self._live.named)
         if order != own and (state.system.structure or state.system.preconditioner):
-            first = next(i for i, (name, came) in enumerate(zip(own, order, strict=True)) if name != came)
+            name, came = next(pair for pair in zip_longest(own, order, fillvalue="no parameter") if pair[0] != pair[1])
             raise ValueError(
-                f"state_dict has statistics of all parameters together, in an order in which {order[first]!r} has the "
-                f"place of this model's {own[first]!r}: register its modules and parameters in the order of the model "
-                "that was saved. Nothing was changed"
+                f"state_dict has statistics of all parameters together, in an order in which {came!r} has the place of "
+                f"this model's {name!r}: register its modules and parameters in the order of the model that was saved, "
+                "and freeze those that were frozen there. Nothing was changed"
             )
 
         def restore() -> None:

@@ -124,6 +124,21 @@ def test_a_model_of_another_order_gets_its_own_numbers_or_none(structure: Any) -
         assert_close(parameter, expected[name], 1e-8)
 
 
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("saves_frozen", [False, True])
+def test_statistics_of_all_parameters_are_not_those_of_some(frozen: int, saves_frozen: bool) -> None:
+    def build(freezes: bool) -> Any:
+        (model := net())[frozen].requires_grad_(not freezes)
+        metric, params = ng.fisher(model, CE), list(model.parameters())
+        opt = ng.NaturalGradient(model, metric, params=params, structure=ng.Dense(0.5))
+        train_numbered(model, opt, range(2))
+        return opt
+
+    saved = build(saves_frozen).state_dict()
+    with pytest.raises(ValueError, match=r"in an order in which .* freeze those that were frozen there"):
+        build(not saves_frozen).load_state_dict(saved)
+
+
 # nested values as a text and tensors: what comes back is what went in, to the bit and to the type
 
 
