@@ -36,10 +36,16 @@ class SeenImages(Seen):
     derivatives: list[Tensor]  # per cotangent, at its output, (b, outputs, ...), whose size is `size`
 
     def __init__(
-        self, layer: Layer, inputs: Tensor, derivatives: Sequence[Tensor], size: Sequence[int], share: float = 1.0
+        self,
+        layer: Layer,
+        inputs: Tensor,
+        derivatives: Sequence[Tensor],
+        size: Sequence[int],
+        share: float = 1.0,
+        times: float = 1.0,
     ) -> None:
-        self.layer, self.inputs, self.derivatives, self.share = layer, inputs, list(derivatives), share
-        self.size = tuple(size)
+        self.layer, self.inputs, self.derivatives = layer, inputs, list(derivatives)
+        self.share, self.times, self.size = share, times, tuple(size)
         self.counts, self.skip, self.pooled, self.cotangents = None, None, False, 1
 
     @staticmethod
@@ -76,10 +82,9 @@ class SeenImages(Seen):
         ones = padded.new_tensor(self.positions).sqrt()
         return torch.hypot(taps**0.5 * measure_norm(padded), ones)
 
-    def count_times(self, share: float, weight: float = 1.0) -> SeenImages:
-        factor = (share * weight) ** 0.5
-        derivatives = [factor * d for d in self.derivatives]
-        return SeenImages(self.layer, self.inputs, derivatives, self.size, share * self.share)
+    def count_times(self, share: float, weight: float = 1.0, times: float = 1.0) -> SeenImages:
+        factor, known = (share * weight) ** 0.5, (share * self.share, times * self.times)
+        return SeenImages(self.layer, self.inputs, [factor * d for d in self.derivatives], self.size, *known)
 
     def thin(self, rows: float) -> Seen:
         """The same pass with some patches, of all images where few are wanted, else of enough images."""
@@ -92,17 +97,17 @@ class SeenImages(Seen):
             places = spread_rows(self.examples, images, self.inputs.device)
             factor = (self.examples / len(places)) ** 0.5
             derivatives = [factor * d[places] for d in self.derivatives]
-            chosen = SeenImages(self.layer, self.inputs[places], derivatives, self.size, self.share)
-        return Seen(self.layer, chosen.activations, chosen.deltas, self.share).thin(rows)
+            known = derivatives, self.size, self.share, self.times * factor**2
+            chosen = SeenImages(self.layer, self.inputs[places], *known)
+        return Seen(self.layer, chosen.activations, chosen.deltas, self.share, times=chosen.times).thin(rows)
 
     def _pick_patches(self, rows: Tensor, t: int) -> Seen:
         """Patches by their numbers in examples times positions, of which an example has t."""
         groups, factor = self.layer.layout.groups, (self.examples * t / len(rows)) ** 0.5
         patches = patches_at(self.layer.module, self.inputs, rows).unflatten(1, (groups, -1))
         deltas = [factor * d.flatten(2)[rows // t, :, rows % t].unflatten(1, (groups, -1)) for d in self.derivatives]
-        return Seen(
-            self.layer, self.layer.with_bias(patches).unsqueeze(1), [d.unsqueeze(1) for d in deltas], self.share
-        )
+        a, times = self.layer.with_bias(patches).unsqueeze(1), self.times * factor**2
+        return Seen(self.layer, a, [d.unsqueeze(1) for d in deltas], self.share, times=times)
 
     def take(self, kept: slice, factor: float) -> SeenImages:
         return SeenImages(
@@ -110,10 +115,10 @@ class SeenImages(Seen):
         )
 
     def weigh(self, weights: Tensor) -> Seen:
-        return Seen(self.layer, self.activations, self.deltas, self.share).weigh(weights)
+        return Seen(self.layer, self.activations, self.deltas, self.share, times=self.times).weigh(weights)
 
     def only(self, which: slice) -> SeenImages:
-        return SeenImages(self.layer, self.inputs, self.derivatives[which], self.size, self.share)
+        return SeenImages(self.layer, self.inputs, self.derivatives[which], self.size, self.share, self.times)
 
     def gradient(self, count: int = 1) -> Tensor:
         layout, first = self.layer.layout, combine(self.derivatives[:count])

@@ -38,6 +38,7 @@ class Seen:
         skip: A token that is never trained.
         weights: How many times each example counts in the inputs' own moment, shape (b,), with mean one; None: once.
             Deltas carry their weights already.
+        times: How many times each position counts in the inputs' own moment, besides.
         sums: How what the pass gives becomes that of all processes.
     """
 
@@ -50,6 +51,7 @@ class Seen:
     cotangents: int = 1
     skip: int | None = None
     weights: Tensor | None = None
+    times: float = 1.0
     sums: Sums = ALONE
 
     def add_by(self, sums: Sums) -> Seen:
@@ -60,15 +62,17 @@ class Seen:
         """
         return replace(self, sums=sums)
 
-    def count_times(self, share: float, weight: float = 1.0) -> Seen:
+    def count_times(self, share: float, weight: float = 1.0, times: float = 1.0) -> Seen:
         """The same pass, counting `share` times. Scaled before squaring, tiny derivatives stay above the denormals.
 
         Args:
             share: A number >= 0.
             weight: Of its derivatives besides.
+            times: Of its positions, where examples are told apart; else all count once, whatever their targets do.
         """
-        factor = (share * weight) ** 0.5
-        return replace(self, deltas=[factor * deltas for deltas in self.deltas], share=share * self.share)
+        factor, times = (share * weight) ** 0.5, self.times if self.pooled else times * self.times
+        deltas = [factor * deltas for deltas in self.deltas]
+        return replace(self, deltas=deltas, share=share * self.share, times=times)
 
     @property
     def key(self) -> str:
@@ -90,8 +94,9 @@ class Seen:
             return self
         places = spread_rows(count, rows, self.activations.device)
         factor = (count / len(places)) ** 0.5
-        activations = pick_rows(self.activations, places)
-        return replace(self, activations=activations, deltas=[factor * pick_rows(d, places) for d in self.deltas])
+        activations, times = pick_rows(self.activations, places), self.times * factor**2
+        deltas = [factor * pick_rows(d, places) for d in self.deltas]
+        return replace(self, activations=activations, deltas=deltas, times=times)
 
     def weigh(self, weights: Tensor) -> Seen:
         """The same pass, whose inputs count by these weights; as it is where its examples are others or not told apart.
@@ -251,8 +256,9 @@ class Mixed(Seen):
     def add_by(self, sums: Sums) -> Mixed:
         return Mixed(self.layer, self.parts, self.share, sums)
 
-    def count_times(self, share: float, weight: float = 1.0) -> Mixed:
-        return Mixed(self.layer, [part.count_times(share, weight) for part in self.parts], share * self.share)
+    def count_times(self, share: float, weight: float = 1.0, times: float = 1.0) -> Mixed:
+        parts = [part.count_times(share, weight, times) for part in self.parts]
+        return Mixed(self.layer, parts, share * self.share)
 
     def thin(self, rows: float) -> Mixed:
         return self
@@ -333,11 +339,11 @@ def total(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
-def input_moment(a: Tensor, share: float = 1.0) -> Tensor:
-    """A = share * mean over examples and positions of a a^T, (G, d, d); (d, d) for one group."""
+def input_moment(a: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * sum over examples and positions of a a^T, (G, d, d); (d, d) for one group."""
     if a.shape[2] > 1 and a.stride(2) == 0:  # the same for all groups
-        return input_moment(a[:, :, :1], share).repeat(a.shape[2], 1, 1)
-    return output_moment(a, share / (a.shape[0] * a.shape[1]))
+        return output_moment(a[:, :, :1], scale).repeat(a.shape[2], 1, 1)
+    return output_moment(a, scale)
 
 
 def output_moment(deltas: Tensor, scale: float = 1.0) -> Tensor:
@@ -349,12 +355,12 @@ def output_moment(deltas: Tensor, scale: float = 1.0) -> Tensor:
 def token_moment(
     tokens: Tensor, size: int, padding: int | None, dtype: torch.dtype, weights: Tensor | None = None
 ) -> Tensor:
-    """The diagonal of A for unit vectors: every token's frequency, (size,); the padding token is never trained."""
+    """The sum of unit vectors: how often every token comes, (size,); the padding token is never trained."""
     each = None if weights is None else weights.repeat_interleave(tokens[0].numel())
     counts = torch.bincount(tokens.reshape(-1), each, minlength=size).to(dtype)
     if padding is not None:
         counts[padding] = 0
-    return counts / tokens.numel()
+    return counts
 
 
 def gradients(a: Tensor, deltas: Tensor) -> Iterator[Tensor]:
@@ -521,11 +527,13 @@ def layer_factors(seen: Seen, reduce: bool, room: Room) -> dict[str, Tensor]:
 
     Returns:
         "left" and "right", shape (G, n, n); for one group (n, n), its diagonal (n,), or its blocks: (k, 1, s, s) on the
-        left, (1, m, t, t) on the right. "blocks", shape (G, d, d), of a layer with one output per group. "counts" too
-        where experts saw different shares of the positions.
+        left, (1, m, t, t) on the right. That of the inputs, which stands on the left for tokens, is a sum over
+        positions: "counts", shape (G,), is their number. "blocks", shape (G, d, d), of a layer with one output per
+        group.
     """
     if isinstance(seen, Mixed):
-        return mixed_factors([layer_factors(part, reduce, room) for part in seen.parts], seen.share, seen.sums)
+        parts = [average_of_part(part, layer_factors(part, reduce, room)) for part in seen.parts]
+        return mixed_factors(parts, seen.share, seen.sums)
     if seen.single:
         return {"blocks": layer_units(seen)}
     if seen.by_token:
@@ -539,7 +547,9 @@ def layer_factors(seen: Seen, reduce: bool, room: Room) -> dict[str, Tensor]:
 
 
 def layer_inputs(seen: Seen, reduce: bool, room: Room, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The part of `layer_factors` that takes no derivatives: A = E[a a^T] on the right, of tokens on the left.
+    """The part of `layer_factors` that takes no derivatives: sums for A = E[a a^T] on the right, of tokens on the left.
+
+    Passes have other numbers of positions each where rows of a batch do: experts, sequences without their padding.
 
     Args:
         seen: What the pass recorded of the layer, which has more than one output per group and is not `Mixed`.
@@ -547,23 +557,34 @@ def layer_inputs(seen: Seen, reduce: bool, room: Room, dtype: torch.dtype = torc
         room: As for `layer_factors`.
         dtype: Of the frequencies of tokens.
     """
-    a = seen.activations
-    if seen.by_token:  # the table's rows are tokens: the frequencies stand on the left
-        counts = token_moment(a, seen.layer.layout.outputs, seen.padding, dtype, seen.weights)
-        return {"left": seen.share * counts}
-    reduce = reduce and not seen.pooled
-    a = seen.weigh_inputs(a.mean(1, keepdim=True) if reduce else a)
-    outputs = seen.layer.layout.matrix_shape[1]
+    a, reduce = seen.activations, reduce and not seen.pooled
+    if seen.by_token:  # the table's rows are tokens: how often they come stands on the left
+        tokens = token_moment(a, seen.layer.layout.outputs, seen.padding, dtype, seen.weights)
+        return {"left": seen.times * tokens, "counts": count_positions(seen, False, tokens)}
+    if reduce:  # over a group's own positions alone
+        each = a.shape[1] if seen.counts is None else seen.counts.clamp(min=1).view(-1, 1)
+        a = a.sum(1, keepdim=True) / each
+    a, outputs = seen.weigh_inputs(a), seen.layer.layout.matrix_shape[1]
     if a.shape[2] == 1 and room.pieces(a.shape[3], a.element_size(), outputs) > 1:
-        right = factor(a, room, 0, outputs) * (seen.share / (a.shape[0] * a.shape[1]))
+        right = seen.times * factor(a, room, 0, outputs)
     else:
-        right = input_moment(a, seen.share)
-    if seen.counts is None:
-        return {"right": right}
-    if seen.layer.is_routed:  # experts: another share of positions in every pass
-        return {"right": right, "counts": seen.share * seen.counts / seen.activations.shape[1]}
-    mean = (seen.activations.shape[1] / seen.counts).view(-1, 1, 1)  # over a group's own positions alone
-    return {"right": right * (mean.square() if reduce else mean)}
+        right = input_moment(a, seen.times)
+    return {"right": right, "counts": count_positions(seen, reduce, right)}
+
+
+def count_positions(seen: Seen, reduce: bool, like: Tensor) -> Tensor:
+    """What a pass's sums of inputs are to be divided by, (G,)."""
+    examples, t = seen.activations.shape[:2]
+    each = like.new_full(seen.layer.layout.matrix_shape[:1], 1 if reduce else t)
+    each = each if seen.counts is None or reduce else seen.counts.to(like)
+    return seen.times * (examples if seen.weights is None else seen.weights.sum().to(like)) * each
+
+
+def average_of_part(seen: Seen, factors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The factors of one pass, that of the inputs as `share` times its mean."""
+    side, counts = "left" if seen.by_token else "right", factors["counts"]
+    mean = seen.share / torch.where(counts > 0, counts, 1)
+    return {**factors, side: factors[side] * (mean if factors[side].dim() != 3 else mean.view(-1, 1, 1))}
 
 
 def mixed_factors(parts: list[dict[str, Tensor]], share: float, sums: Sums) -> dict[str, Tensor]:
@@ -579,7 +600,8 @@ def mixed_factors(parts: list[dict[str, Tensor]], share: float, sums: Sums) -> d
     right = add_factors([part["right"] * lefts[i] for i, part in enumerate(parts)])
     total_trace = lefts @ rights
     count = totals["share"]
-    return {"left": left / count, "right": right * count / torch.where(total_trace > 0, total_trace, 1)}
+    right = right * count / torch.where(total_trace > 0, total_trace, 1)
+    return {"left": left / count, "right": right, "counts": own.new_full((1,), share)}
 
 
 def add_factors(parts: list[Tensor]) -> Tensor:

@@ -166,10 +166,7 @@ class Averages:
             block = update.blocks.get(key)
             if block is None or block.totals is None or not block.weight or not rows < update.rows:
                 continue
-            weight, totals = block.weight + update.rows - rows, dict(block.totals)
-            if block.layer is not None:
-                totals = self.structure.stretch_inputs(block.layer, totals, weight / block.weight)
-            blocks[key] = replace(block, weight=weight, totals=totals)
+            blocks[key] = replace(block, weight=block.weight + update.rows - rows)
         # the same mapping where none changed: stacks are arranged anew for another one
         return replace(update, blocks={**update.blocks, **blocks}) if blocks else update
 
@@ -180,7 +177,7 @@ class Averages:
             seen = reading.layers.pop()
             of_all, positions = reading.weights.get(seen.key, rows), reading.positions.get(seen.key, math.inf)
             needed = max(FEWEST_ROWS, update.part * self.structure.rows_needed(seen.layer))
-            passed = seen.thin(needed).count_times(times * rows, weight)
+            passed = seen.thin(needed).count_times(times * rows, weight, times)
             yield Block(seen.layer.layout, seen.layer), passed, Count(times * of_all, positions)
         for name, squares in reading.squares.items():
             count = Count(times * reading.weights.get(name, rows), math.inf)

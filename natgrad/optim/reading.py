@@ -145,10 +145,9 @@ def make_empty_pass(layer: Layer, cotangents: int, like: Tensor, by_token: bool)
     groups, outputs, columns = layer.layout.matrix_shape
     if by_token or layer.by_token:
         tokens = torch.zeros(1, 1, dtype=torch.long, device=like.device)
-        return Seen(layer, tokens, [like.new_zeros(1, 1, columns)] * cotangents, 0.0)
+        return Seen(layer, tokens, [like.new_zeros(1, 1, columns)] * cotangents, 0.0, times=0.0)
     deltas = [like.new_zeros(1, 1, groups, outputs)] * cotangents
-    counts = like.new_zeros(groups) if layer.is_routed else None
-    return Seen(layer, like.new_zeros(1, 1, groups, columns), deltas, 0.0, counts)
+    return Seen(layer, like.new_zeros(1, 1, groups, columns), deltas, 0.0, times=0.0)
 
 
 def match_parts(seen: Seen, count: int, cotangents: int, like: Tensor) -> Seen:

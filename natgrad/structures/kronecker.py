@@ -42,12 +42,6 @@ class FactorPair(Layerwise):
     def inputs(self, layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
         return average_inputs(layer, totals, weight)
 
-    def stretch_inputs(self, layer: Layer, totals: Statistics, factor: float) -> Statistics:
-        side = "left" if layer.by_token else "right"
-        if side not in totals or "counts" in totals:  # the latter are what experts' inputs are divided by
-            return totals
-        return {**totals, side: factor * totals[side]}
-
     def kind(self, totals: Statistics) -> str:
         return super().kind(totals) + describe_cuts(totals)
 
@@ -115,8 +109,7 @@ class Kronecker(FactorPair):
     def operator(self, layer: Layer, totals: Statistics, weight: float) -> Operator:
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
-        totals = fill_derivatives(layer, totals, weight)
-        left, right = totals["left"] / weight, average_right(totals, weight)
+        left, right = average_factors(layer, totals, weight)
         if is_cut(totals):
             return Tiled.kronecker(left, right, layer.layout.matrix_shape[1:], factored=self.factored)
         return KroneckerOperator(left, right, factored=self.factored)
@@ -173,9 +166,7 @@ class EigenKronecker(FactorPair):
         if seen.single:
             return accumulate_statistics(before, seen.sums.total(layer_factors(seen, self.reduce, self.room)), decay)
         before = before if before is not None and "spectrum" in before else None  # else of inputs alone
-        moments = None if before is None else {side: before[side] for side in SIDES}
-        fresh = {side: moment for side, moment in layer_factors(seen, self.reduce, self.room).items() if side in SIDES}
-        totals = accumulate_statistics(moments, seen.sums.total(fresh), decay)
+        totals = accumulate_statistics(before, seen.sums.total(layer_factors(seen, self.reduce, self.room)), decay)
         vectors = {side: self._vectors(side, totals, before, seen.sums) for side in ("left", "right")}
         bases = {f"{side}_vectors": basis for side, basis in vectors.items() if basis is not None}
         eigen = basis_of(totals | bases)
@@ -206,8 +197,7 @@ class EigenKronecker(FactorPair):
         if "blocks" in totals:
             return Units(totals["blocks"] / weight)
         if "spectrum" not in totals:
-            totals = fill_derivatives(layer, totals, weight)
-            return KroneckerOperator(totals["left"] / weight, totals["right"] / weight)
+            return KroneckerOperator(*average_factors(layer, totals, weight))
         spectral = Spectral(basis_of(totals | find_eigenvalues(totals)), totals["spectrum"] / weight)
         if not is_cut(totals):
             return spectral
@@ -220,18 +210,30 @@ def accumulate_inputs(seen: Seen, before: Statistics | None, decay: float, reduc
     # tokens have no dtype, and another process may not know the past's
     fresh = seen.sums.total(layer_inputs(seen, reduce, room, torch.float64))
     if "left" in fresh:
-        fresh = {"left": fresh["left"].to(torch.float32 if past is None else past.dtype)}
+        dtype = torch.float32 if past is None else past.dtype
+        fresh = {key: total.to(dtype) for key, total in fresh.items()}
     return accumulate_statistics(before, fresh, decay)
 
 
-def fill_derivatives(layer: Layer, totals: Statistics, weight: float) -> Statistics:
-    """The totals, with derivatives that are white where they are known of inputs alone."""
+def average_factors(layer: Layer, totals: Statistics, weight: float) -> list[Tensor]:
+    """S on the left and A on the right, for tokens A on the left; S is white where inputs alone are known."""
     groups, outputs, columns = layer.layout.matrix_shape
-    for side, size, other in (("left", outputs, "right"), ("right", columns, "left")):
-        if side not in totals and other in totals:
-            ones = torch.diag_embed(totals[other].new_full((size,), weight))
-            totals = totals | {side: ones.expand(groups, size, size) if groups > 1 else ones}
-    return totals
+    factors = list[Tensor]()
+    for side, size in (("left", outputs), ("right", columns)):
+        if side in totals:
+            factors.append(average_side(side, layer, totals, weight))
+        else:
+            ones = torch.diag_embed(next(iter(totals.values())).new_ones(size))
+            factors.append(ones.expand(groups, size, size) if groups > 1 else ones)
+    return factors
+
+
+def average_side(side: str, layer: Layer, totals: Statistics, weight: float) -> Tensor:
+    """One factor: that of the inputs over its own positions, that of the derivatives over all rows of the loss."""
+    if side != ("left" if layer.by_token else "right") or "counts" not in totals:  # as in older checkpoints
+        return totals[side] / weight
+    counts = torch.where(totals["counts"] > 0, totals["counts"], 1)
+    return totals[side] / (counts.view(-1, 1, 1) if totals[side].dim() == 3 else counts)
 
 
 def average_inputs(layer: Layer, totals: Statistics, weight: float) -> tuple[Tensor, bool] | None:
@@ -240,19 +242,11 @@ def average_inputs(layer: Layer, totals: Statistics, weight: float) -> tuple[Ten
         return None
     left, right = totals.get("left"), totals.get("right")
     if left is not None and (right is None or (left.dim() == 1 and (layer.by_token or right.dim() > 1))):
-        return left / weight, True
-    assert right is not None
-    if right.dim() == 4:
-        return right.diagonal(dim1=-2, dim2=-1).flatten()[: layer.layout.matrix_shape[2]] / weight, False
-    return average_right(totals, weight), False
-
-
-def average_right(totals: Statistics, weight: float) -> Tensor:
-    """A, over an expert's own positions where experts saw different shares of them."""
-    if "counts" not in totals:
-        return totals["right"] / weight
-    share = totals["counts"].view(-1, 1, 1)
-    return totals["right"] / torch.where(share > 0, share, 1)
+        return average_side("left", layer, totals, weight), True
+    moment = average_side("right", layer, totals, weight)
+    if moment.dim() == 4:
+        return moment.diagonal(dim1=-2, dim2=-1).flatten()[: layer.layout.matrix_shape[2]], False
+    return moment, False
 
 
 def is_cut(totals: Statistics) -> bool:

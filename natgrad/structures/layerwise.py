@@ -117,16 +117,6 @@ class Layerwise(Structure):
         """
         return not self.adds
 
-    def stretch_inputs(self, layer: Layer, totals: Statistics, factor: float) -> Statistics:
-        """The totals beside rows that did not use the layer: averages of inputs stay, as sums times this factor.
-
-        Args:
-            layer: The layer.
-            totals: Its sums.
-            factor: What they are divided by with these rows, over what they were divided by.
-        """
-        return totals
-
     def rows_needed(self, layer: Layer) -> float:
         """Examples times positions of a pass that a layer's statistics need; math.inf, the default, for all there are.
 

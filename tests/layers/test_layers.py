@@ -154,7 +154,7 @@ def test_statistics_are_second_moments_of_the_scores(name: str):
         assert_close(moments.token_squares(a, deltas, size, seen.padding), g.square().sum(0), 1e-13)
         blocks = torch.einsum("bve,bvf->vef", g, g)
         assert_close(moments.token_blocks(a, deltas, size, seen.padding), blocks, 1e-13)
-        expected = nn.functional.one_hot(a, size).to(F64).flatten(0, 1).mean(0)
+        expected = nn.functional.one_hot(a, size).to(F64).flatten(0, 1).sum(0)
         if seen.padding is not None:
             expected[seen.padding] = 0
         assert_close(moments.token_moment(a, size, seen.padding, F64), expected, 1e-15)
@@ -183,7 +183,7 @@ def test_inputs_alone_have_the_moment_of_the_whole_pass(name: str):
     assert alone.positions == whole.positions
     expected = layer_factors(whole, False, Room(8192, 2**28))
     found = layer_inputs(alone, False, Room(8192, 2**28), F64)
-    assert found.keys() == ({"left"} if whole.by_token else {"right"})
+    assert found.keys() == ({"left", "counts"} if whole.by_token else {"right", "counts"})
     for side, moment in found.items():
         assert_close(moment, expected[side], 1e-13)
     if not whole.by_token:

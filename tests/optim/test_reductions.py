@@ -275,6 +275,52 @@ def test_parts_that_do_not_use_a_layer_count_as_the_batch_has_them(structure: An
         assert_close(end, ends[0], 1e-10)
 
 
+class Ragged(nn.Module):
+    """(b, 6) -> (b, 3): two tokens of a row, of which one without its mark is left out, summed up after a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 2, 3)
+        rows, tokens = ((x[:, :, 0] > 0) | (torch.arange(2) == 0)).nonzero(as_tuple=True)
+        return x.new_zeros(len(x), 3).index_add(0, rows, self.layer(x[rows, tokens]).tanh())
+
+
+class Slots(Routed):
+    """The same layers as one parameter: as many slots for each as the fuller one needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList([torch.stack([expert.weight for expert in self.experts])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        routes = [(x[:, 0] > 0).nonzero()[:, 0], (x[:, 0] <= 0).nonzero()[:, 0]]
+        slots = nn.utils.rnn.pad_sequence([x[route] for route in routes], batch_first=True) @ self.experts[0].mT
+        rows = torch.cat([part[: len(route)] for part, route in zip(slots, routes, strict=True)])
+        return rows[torch.cat(routes).argsort()]
+
+
+@pytest.mark.parametrize("build", [Routed, Ragged, Slots])
+def test_inputs_count_by_their_positions_in_whatever_part_they_are(build: Any):
+    ends = []
+    for sizes in ([8], [2, 6], [5, 3]):
+        model = build_seeded(build)
+        opt = ng.kfac(model, nn.CrossEntropyLoss(reduction="sum"), estimate=ng.Empirical(), rule=ng.Rate())
+        for seed in range(2):
+            x = draw(8, 6 if build is Ragged else 3, seed=seed)
+            x = x[x[:, -3].argsort()]  # the first parts have other shares than the last
+            opt.zero_grad()
+            for a, b in zip(x.split(sizes), LABELS[:8].split(sizes), strict=True):
+                opt.loss(model(a), b).backward()
+            opt.step()
+        assert {row.structure for row in opt.report()} == {"Kronecker"}
+        ends.append(flat(model))
+    for end in ends[1:]:
+        assert_close(end, ends[0], 1e-10)
+
+
 def test_gradients_that_are_zero_by_themselves_were_not_cleared():
     model = nn.Linear(3, 1).double()
     opt = ng.kfac(model, nn.MSELoss(reduction="sum"))
