@@ -32,6 +32,9 @@ from natgrad.optim.state import Block, Hearing, Stack, single
 from natgrad.rules import Parts, Rule, inner_product
 from natgrad.structures import Layerwise, Statistics, accumulate_statistics, accumulate_weight
 
+ROUND_OFF = 1e-12
+"""Of one: units that differ by less are the same."""
+
 # a pass into the averages
 
 
@@ -50,8 +53,9 @@ class BatchUpdate:
     hearing: Hearing  # which layers are trusted, and the source of labels
     guard: Guard  # what is known of the batches
     taken: int = 0  # passes in it
-    # rows of those of these passes that told of a block, by key, and of all of them
+    # what those of these passes weigh that told of a block, by key, and all of them; and the rows of all
     reached: Mapping[str, float] = field(default_factory=dict[str, float])
+    weight: float = 0.0
     rows: float = 0.0
     # a part of the last one, to measure a step with; None where nothing is to be measured
     sample: Reading | None = None
@@ -156,19 +160,36 @@ class Averages:
     ) -> BatchUpdate:
         """The update with a pass that told so many rows of these blocks."""
         reached = {**update.reached, **{key: update.reached.get(key, 0.0) + rows for key, rows in counted.items()}}
-        rows = update.rows + reading.density / update.density * reading.all_rows
-        return replace(update, blocks=blocks, taken=update.taken + fine, reached=reached, rows=rows)
+        weight = update.weight + reading.density / update.density * reading.all_rows
+        rows, taken = update.rows + reading.all_rows, update.taken + fine
+        return replace(update, blocks=blocks, taken=taken, reached=reached, weight=weight, rows=rows)
 
-    def complete(self, update: BatchUpdate) -> BatchUpdate:
-        """The update of a whole step: rows of parts, and processes, that did not use a block have zero derivatives."""
+    def complete(self, update: BatchUpdate, before: Mapping[str, Block]) -> BatchUpdate:
+        """The update of a whole step: rows of parts, and processes, that did not use a block have zero derivatives.
+
+        A step weighs as its rows beside those before it, where its parts were counted in units of the first one.
+        """
+        unit = update.rows / update.weight if update.weight else 1.0
         blocks = dict[str, Block]()
-        for key, rows in update.reached.items():
+        for key, weight in update.reached.items():
             block = update.blocks.get(key)
-            if block is None or block.totals is None or not block.weight or not rows < update.rows:
+            if block is None or block.totals is None or not block.weight:
                 continue
-            blocks[key] = replace(block, weight=block.weight + update.rows - rows)
+            if weight < update.weight:
+                blocks[key] = block = replace(block, weight=block.weight + update.weight - weight)
+            if abs(unit - 1) > ROUND_OFF:
+                blocks[key] = self._count_rows(block, before, unit)
         # the same mapping where none changed: stacks are arranged anew for another one
         return replace(update, blocks={**update.blocks, **blocks}) if blocks else update
+
+    def _count_rows(self, block: Block, before: Mapping[str, Block], unit: float) -> Block:
+        """The block with what this step gave times a unit, where it adds up to what was there before."""
+        if block.totals is None or not (self.structure.adds or block.layer is None):
+            return block
+        past, share = self._totals(before, block), (1 - unit) * self.structure.decay
+        scaled = {key: unit * total for key, total in block.totals.items()}
+        totals, weight = accumulate_statistics(past, scaled, share), unit * block.weight
+        return replace(block, totals=totals, weight=weight + (share * before[block.key].weight if past else 0.0))
 
     def _weigh(self, reading: Reading, update: BatchUpdate) -> Iterator[tuple[Block, Seen | Statistics, Count]]:
         """What was seen of each block, weighted by rows, and what all processes saw. Layers leave the reading."""

@@ -446,7 +446,7 @@ class StructuredNaturalGradient(ModelOptimizer):
     ) -> BlockEvidence:
         """What this batch told."""
         live, flow, pending = self._live, self._flow, self._flow.pending
-        record, update = live.record, flow.averages.complete(self._update_so_far)
+        record, update = live.record, flow.averages.complete(self._update_so_far, live.state.blocks)
         if len(losses := record.losses or record.computed) > 1:
             for loss in losses:
                 loss.ask_count()

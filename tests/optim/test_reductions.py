@@ -198,15 +198,16 @@ def test_a_micro_batch_without_targets_adds_nothing(recipe: Any, silent: str):
 
 @pytest.mark.parametrize("recipe", [ng.kfac, ng.unitwise, ng.diagonal])
 def test_parts_of_a_sum_weigh_as_the_targets_that_count_in_them(recipe: Any):
+    """The step weighs as its rows beside those before it, which had other targets."""
     targets, ends = torch.cat([Y[:2], IGNORED[:2], Y[4:]]), []
     for sizes in ([len(X)], [3, len(X) - 3], [len(X) - 3, 3]):
         model = net()
         opt = recipe(
             model, nn.CrossEntropyLoss(reduction="sum"), estimate=ng.ExactLabels(), rule=ng.Rate(), measure=False
         )
-        for _ in range(2):
+        for step in range(2):
             opt.zero_grad()
-            for x, y in zip(X.split(sizes), targets.split(sizes), strict=True):
+            for x, y in zip((X + step).split(sizes), targets.roll(step).split(sizes), strict=True):
                 opt.loss(model(x), y).backward()
             opt.step()
         ends.append(flat(model))
