@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_state import blocks_of, metric_of
 from models import F64, Assembled, assert_close, build_seeded, draw, reference_jacobian
-from optim_models import flat, is_finite, train
+from optim_models import flat, is_finite, iterate, train
 from torch import Tensor, nn
 
 import natgrad as ng
@@ -393,3 +393,25 @@ def test_parameters_without_a_layer_get_the_diagonal_over_examples(structure, sh
     count = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("out"))
     expected = definition(model, nn.MSELoss(), x).diagonal()[:count]
     assert_close(read_diagonal(model, structure(estimate=ExactLabels()), x)[:count], expected, 1e-10)
+
+
+@pytest.mark.parametrize("routed", [[0, 1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]])
+def test_experts_with_as_many_rows_as_there_are_features_do_not_hide_the_examples(routed: list[int]):
+    """Eight rows of four features, and four rows for each of two experts: the examples are eight, not four."""
+    x, targets, routes = draw(8, 4), draw(8, 2, seed=1), torch.tensor(routed).bool()
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        hidden = x.new_zeros(8, 3)
+        hidden[routes], hidden[~routes] = m.first(x[routes]), m.second(x[~routes])
+        return m.out(hidden.tanh())
+
+    parts = {"first": nn.Linear(4, 3), "second": nn.Linear(4, 3), "out": nn.Linear(3, 2, bias=False)}
+    model = Assembled(run, **parts).double()
+    opt = ng.unitwise(model, ng.Gaussian(), estimate=ng.Empirical())
+    inputs = list[Tensor]()
+    model.out.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    errors = (model(x) - targets).detach()
+    iterate(opt, model, x, targets)
+    block = next(b for b in blocks_of(opt) if b.layout.names == ("out.weight",))
+    expected = torch.einsum("bo,bi,bj->oij", errors.square(), inputs[0], inputs[0]) / 8
+    assert_close(metric_of(opt, block).dense(), torch.block_diag(*expected), 1e-12)
