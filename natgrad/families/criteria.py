@@ -375,6 +375,17 @@ class Criterion:
             return 0.0
         return float(self._weigh_rows(outputs, targets)[1])
 
+    def count_part(self, outputs: Any, targets: Any) -> float:
+        """What the mean over one process's part of a batch weighs: `count`, or rows where weights are shares of all.
+
+        Args:
+            outputs: What the model returns for the part.
+            targets: Of the part, as `weigh_targets` returned them with the sums of all processes.
+        """
+        if isinstance(targets, Weighed) and not bool(targets.weights.isnan().any()):
+            return float(len(self.family.rows(outputs)))
+        return self.count(outputs, targets)
+
     def cut(self, outputs: Sequence[Any], targets: Any) -> list[tuple[Any, float]]:
         """The targets of each part of a batch, and the share that the part's mean has in the mean over all of it.
 

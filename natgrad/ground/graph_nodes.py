@@ -25,6 +25,8 @@ SAME = frozenset({"View", "UnsafeView", "ReshapeAlias", "Expand", "Clone", "ToCo
 """Every entry in its order, and perhaps several times."""
 RESHAPES = (VIEWS | SAME | {"Reshape"}) - {"Slice", "Select", "Expand"}
 """Every entry once, in any order."""
+THROUGH = frozenset({"_DDPSink", "BackwardHookFunction"})
+"""Each of several tensors as it is."""
 # fmt: off
 LINEAR = VIEWS | SAME | CUTS | {
     "Add", "Sub", "Rsub", "Neg", "Reshape", "Index", "IndexSelect", "Gather", "Take", "MaskedSelect", "Repeat", "Cat",

@@ -310,7 +310,7 @@ class Processes:
     def pool_losses(
         self, losses: Sequence[Loss], nats: float, scale: float, norms: Mapping[str, Tensor], groups: Callable[[], str]
     ) -> tuple[Tensor | None, Any, Any, Tensor]:
-        """The mean loss over all rows (None: there was none), nats per unit of it, and what the gradient is divided by.
+        """The mean loss over all rows (None: none was told), nats per unit of it, and what the gradient is divided by.
 
         The gradient that all processes have is the mean of theirs, and so is its scale. Last, its norm before that: not
         finite on all of them, where one entry on one of them is not.
@@ -330,17 +330,17 @@ class Processes:
             return total / rows if losses else None, nats, scale or 1.0, norm
         numbers_of_groups = groups()
         mark = mark_text(numbers_of_groups)
-        few = [nats * rows if rows else 0.0, rows, scale, mark, mark**2]
+        few = [nats * rows if rows else 0.0, rows, float(len(losses)), scale, mark, mark**2]
         own = torch.tensor(few, dtype=torch.float64, device=norm.device)
         numbers = [total.reshape(1).to(own), own, torch.stack([norm, norm.square()]).double()]
-        loss, nats_rows, all_rows, scales, marks, mark_squares, sizes, squares = self.sum(torch.cat(numbers))
+        loss, nats_rows, all_rows, told, scales, marks, mark_squares, sizes, squares = self.sum(torch.cat(numbers))
         if bool(self.size * mark_squares - marks.square() > ROUNDED * marks.square()):
             self.refuse_groups(numbers_of_groups)
         self._check_gradients(sizes / self.size, squares / self.size)
         scale_mean = torch.where(scales > 0, scales / self.size, 1.0)
-        # without rows the loss says nothing: infinite
+        # where no target counts the loss is no number; one that nobody was told of bounds nothing: infinite
         return (
-            torch.where(all_rows > 0, loss / all_rows, torch.inf),
+            torch.where(all_rows > 0, loss / all_rows, torch.where(told > 0, torch.nan, torch.inf)),
             torch.where(all_rows > 0, nats_rows / all_rows, 1.0),
             scale_mean,
             sizes / self.size,
@@ -1292,7 +1292,7 @@ def weigh_loss(
     """What a loss is a mean over; its gradient weighs that much in the mean over processes from now on."""
     if processes.size == 1:
         return None
-    count = criterion.count(map_tensors(outputs, torch.detach), targets)
+    count = criterion.count_part(map_tensors(outputs, torch.detach), targets)
     if averaged and not criterion.summed:
         hook_gradient(value, RowWeight(processes, count))
     return count

@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.families import Criterion, Gaussian, Huber, Laplace
 from natgrad.families.criteria import Entrywise
 from natgrad.ground.constants import KEEPS, ROUND_OFF, STANDARD, UNKNOWN, UNKNOWN_SHARE
-from natgrad.ground.graph_nodes import RESHAPES, kind_of
+from natgrad.ground.graph_nodes import RESHAPES, THROUGH, kind_of
 from natgrad.ground.pure import leaves, map_tensors
 from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import hook_gradient, list_numbers, measure_norms
@@ -70,21 +70,20 @@ def find_error_size(criterion: Criterion, outputs: Any, calls: Iterable[Tap]) ->
     ends = trace_reshapes(outputs) if isinstance(outputs, Tensor) else []
     nodes = {call.edge.node: call.layer.layout.names for call in calls if call.edge is not None}
     names = next((nodes[node] for node in ends if node in nodes), ())
-    entries = (
-        1 if isinstance(criterion.family, Entrywise) or not isinstance(outputs, Tensor) else max(1, outputs[:1].numel())
-    )
+    by_row = isinstance(outputs, Tensor) and not isinstance(criterion.family, Entrywise)
+    entries = max(1, outputs.shape[1:].numel()) if by_row else 1  # of an empty part too
     assert criterion.errors is not None
     return ErrorSize(names, entries, criterion.errors)
 
 
 def trace_reshapes(outputs: Tensor) -> list[Any]:
     """The nodes of a graph from its end to the first one that is more than another shape of the same numbers."""
-    node, nodes = outputs.grad_fn, list[Any]()
+    node, number, nodes = outputs.grad_fn, outputs.output_nr, list[Any]()
     while node is not None:
         nodes.append(node)
-        if kind_of(node) not in RESHAPES:
+        if kind_of(node) not in RESHAPES | THROUGH:
             break
-        node = node.next_functions[0][0]
+        node, number = node.next_functions[number if kind_of(node) in THROUGH else 0]
     return nodes
 
 

@@ -184,6 +184,11 @@ class StructuredNaturalGradient(ModelOptimizer):
         settings, leaves = self._list_alike(), self._flow.reader.leaves
         self._live.processes.settle(self.model, self._live.named, self.structure, settings, leaves)
         refuse_maximize(self._live.record.maximize, self._live.processes.size)
+        averages, state = self._flow.averages, self._live.state
+        if averages.owners.is_shared and not averages.owners.of.keys() >= state.blocks.keys():
+            # they were loaded before the first pass of `fully_shard` told of other processes
+            costs = {key: averages.cost(block.layout, block.layer) for key, block in state.blocks.items()}
+            self._live.state = replace(state, blocks=averages.share_out(state.blocks, costs))
 
     def _list_alike(self) -> Generator[object]:
         """What must be alike on all processes, besides the structure."""

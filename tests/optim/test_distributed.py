@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 import torch
 from engine_state import kept_of
-from models import build_seeded, draw
+from models import Assembled, build_seeded, draw
 from optim_models import CE, flat, net, train_batches
-from process_ranks import assert_joined, catch, count_ranks, needs_gloo, own_rank, run_ranks, take_part, wrap_model
+from process_ranks import (
+    assert_joined,
+    catch,
+    count_ranks,
+    flat_whole,
+    needs_gloo,
+    own_rank,
+    run_ranks,
+    take_part,
+    wrap_model,
+)
 from torch import Tensor, distributed, nn
 
 import natgrad as ng
@@ -21,6 +31,8 @@ pytestmark = needs_gloo
 X, Y = draw(12, 3), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 0, 2])
 EXACT: dict[str, Any] = {"estimate": ng.ExactLabels(), "lr": 0.3}
 EVEN = (6, 6)
+LATE = torch.where(torch.arange(12) < 4, -100, Y)
+UNUSED = {"find_unused_parameters": True}
 
 
 def train(opt: Any, model: nn.Module, steps: int = 4) -> None:
@@ -55,6 +67,41 @@ def give_group() -> dict[str, Any]:
             p.grad /= 2
         opt.step()
     return {"flat": flat(model)}
+
+
+def train_parts(criterion: Any, targets: list[Tensor], sizes: tuple[int, int], **options: Any) -> dict[str, Any]:
+    """A step on each batch of targets, of which the processes have parts of these sizes."""
+    model = net()
+    outer, own = wrap_model(model, **options), take_part(sizes)
+    opt = ng.kfac(outer, criterion, **EXACT)
+    train_batches(opt, outer, [(X[own], y[own]) for y in targets])
+    return {"flat": flat(model), "failures": opt.state_report().failures}
+
+
+def resume_head_by_turns() -> dict[str, Any]:
+    """A state is loaded before the first pass of a model in parts, and one of the heads is not used from then on."""
+
+    def assemble() -> nn.Module:
+        heads = {name: nn.Linear(4, 3) for name in ("first", "second")}
+        return Assembled(lambda m, x: getattr(m, m.head)(m.body(x).tanh()), body=nn.Linear(3, 4), head="first", **heads)
+
+    def build() -> tuple[nn.Module, Any]:
+        model = build_seeded(assemble)
+        if count_ranks() > 1:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model)
+        return model, ng.kfac(model, CE, share="speed", **EXACT)
+
+    model, opt = build()
+    train(opt, model, steps=1)
+    model.head = "second"
+    train(opt, model, steps=1)
+    (twin, other), known = build(), model.state_dict()
+    twin.load_state_dict(known)
+    other.load_state_dict(opt.state_dict())
+    train(other, twin, steps=1)
+    return {"flat": flat_whole(twin)}
 
 
 def train_stranger(rank: int) -> dict[str, Any]:
@@ -171,6 +218,11 @@ TOGETHER: dict[str, Callable[[], dict[str, Any]]] = {
     "inside": build_inside,
     "within": build_within,
     "a group": give_group,
+    "an empty part": lambda: train_parts(ng.Gaussian(), [20 * X, 20 * X], (12, 0)),
+    "unused parameters": lambda: train_parts(nn.MSELoss(), [20 * X, 20 * X], EVEN, **UNUSED),
+    "masked in one part": lambda: train_parts(ng.Masked(ng.Categorical()), [LATE, LATE], (4, 8)),
+    "no target at first": lambda: train_parts(CE, [torch.full_like(Y, -100), Y], EVEN),
+    "resumed in parts": resume_head_by_turns,
 }
 SCENES: dict[str, Callable[[], Any]] = TOGETHER | {
     "partly": use_parts_late,
