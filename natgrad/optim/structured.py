@@ -331,7 +331,7 @@ class StructuredNaturalGradient(ModelOptimizer):
         fit = update.guard.is_fit(float(own.value), state.step, self._flow.choices.bounded)
         if not fit:
             own.ask_count()
-        with reader.passes.run(fit, own.rows):
+        with reader.passes.run(fit, own.rows, len(next(leaves(outputs)))):
             # NaN too where no target counts; the other processes go on without this one's rows then
             if fit or not (alone or own.rows):
                 # users call this under autocast, which would round second moments

@@ -32,7 +32,6 @@ X, Y = draw(12, 3), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 0, 2])
 EXACT: dict[str, Any] = {"estimate": ng.ExactLabels(), "lr": 0.3}
 EVEN = (6, 6)
 LATE = torch.where(torch.arange(12) < 4, -100, Y)
-UNUSED = {"find_unused_parameters": True}
 
 
 def train(opt: Any, model: nn.Module, steps: int = 4) -> None:
@@ -69,13 +68,28 @@ def give_group() -> dict[str, Any]:
     return {"flat": flat(model)}
 
 
-def train_parts(criterion: Any, targets: list[Tensor], sizes: tuple[int, int], **options: Any) -> dict[str, Any]:
+def shard_model(model: nn.Module) -> nn.Module:
+    """A model in parts; as it is where there is one process."""
+    if count_ranks() > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    return model
+
+
+def train_parts(
+    criterion: Any, targets: list[Tensor], sizes: tuple[int, int], wrap: Any = wrap_model, rule: Any = None
+) -> dict[str, Any]:
     """A step on each batch of targets, of which the processes have parts of these sizes."""
     model = net()
-    outer, own = wrap_model(model, **options), take_part(sizes)
-    opt = ng.kfac(outer, criterion, **EXACT)
+    outer, own = wrap(model), take_part(sizes)
+    opt = ng.kfac(outer, criterion, rule=rule, **EXACT)
     train_batches(opt, outer, [(X[own], y[own]) for y in targets])
-    return {"flat": flat(model), "failures": opt.state_report().failures}
+    return {"flat": flat_whole(model), "failures": opt.state_report().failures}
+
+
+def wrap_unused(model: nn.Module) -> nn.Module:
+    return wrap_model(model, find_unused_parameters=True)
 
 
 def resume_head_by_turns() -> dict[str, Any]:
@@ -86,11 +100,7 @@ def resume_head_by_turns() -> dict[str, Any]:
         return Assembled(lambda m, x: getattr(m, m.head)(m.body(x).tanh()), body=nn.Linear(3, 4), head="first", **heads)
 
     def build() -> tuple[nn.Module, Any]:
-        model = build_seeded(assemble)
-        if count_ranks() > 1:
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(model)
+        model = shard_model(build_seeded(assemble))
         return model, ng.kfac(model, CE, share="speed", **EXACT)
 
     model, opt = build()
@@ -219,9 +229,10 @@ TOGETHER: dict[str, Callable[[], dict[str, Any]]] = {
     "within": build_within,
     "a group": give_group,
     "an empty part": lambda: train_parts(ng.Gaussian(), [20 * X, 20 * X], (12, 0)),
-    "unused parameters": lambda: train_parts(nn.MSELoss(), [20 * X, 20 * X], EVEN, **UNUSED),
+    "unused parameters": lambda: train_parts(nn.MSELoss(), [20 * X, 20 * X], EVEN, wrap_unused),
     "masked in one part": lambda: train_parts(ng.Masked(ng.Categorical()), [LATE, LATE], (4, 8)),
     "no target at first": lambda: train_parts(CE, [torch.full_like(Y, -100), Y], EVEN),
+    "no target, no rows": lambda: train_parts(CE, [Y, torch.full_like(Y, -100), Y], (12, 0), shard_model),
     "resumed in parts": resume_head_by_turns,
 }
 SCENES: dict[str, Callable[[], Any]] = TOGETHER | {
