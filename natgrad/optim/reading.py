@@ -356,7 +356,8 @@ class Reader:
         weights = rows.new_zeros(len(rows)) if self.silent else criterion.weights(widen(outputs), targets)
         scale = loss.divisor or (0.0 if math.isnan(loss.count) else loss.count)
         self.counts = len(rows), scale, float(row_weights(weights).sum()) if self.processes.size > 1 else 1.0
-        apart = self.processes.size > 1 and scale not in (0, len(rows))  # alike here, and others than elsewhere
+        # alike here, and others than elsewhere
+        apart = self.processes.size > 1 and (self.silent or scale not in (0, len(rows)))
         may_count = known is not None and may_be_examples(rows, record)
         uneven = may_count and (apart or bool((weights != weights[0]).any()))
         if known is not None and self._hears_all(known, calls, uneven):

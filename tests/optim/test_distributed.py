@@ -233,6 +233,7 @@ TOGETHER: dict[str, Callable[[], dict[str, Any]]] = {
     "masked in one part": lambda: train_parts(ng.Masked(ng.Categorical()), [LATE, LATE], (4, 8)),
     "no target at first": lambda: train_parts(CE, [torch.full_like(Y, -100), Y], EVEN),
     "no target, no rows": lambda: train_parts(CE, [Y, torch.full_like(Y, -100), Y], (12, 0), shard_model),
+    "inputs alone": lambda: train_parts(CE, [Y, Y, LATE, LATE], (4, 8), rule="spectral"),
     "resumed in parts": resume_head_by_turns,
 }
 SCENES: dict[str, Callable[[], Any]] = TOGETHER | {
