@@ -17,7 +17,7 @@ from natgrad.families import Criterion
 from natgrad.ground.constants import UNKNOWN_SHARE
 from natgrad.ground.pure import as_call, copy_tensors, keep_gradient_mode, map_tensors
 from natgrad.ground.spaces import Space
-from natgrad.ground.typed_torch import list_numbers, measure_norm
+from natgrad.ground.typed_torch import is_mapping, list_numbers, measure_norm
 from natgrad.metrics import Metric
 from natgrad.operators import Operator
 from natgrad.optim.base import Called, Live, ModelOptimizer, count_rows
@@ -289,7 +289,7 @@ class NaturalGradient(ModelOptimizer):
             with self._replaying():
                 self._take(self._choose(), evidence)
         except KeyError as error:
-            left = sorted(self.model.keys() - params.keys()) if isinstance(self.model, Mapping) else []
+            left = sorted(self.model.keys() - params.keys()) if is_mapping(self.model) else []
             if error.args[0] not in left:
                 raise
             raise ValueError(
