@@ -231,6 +231,8 @@ class Layerwise(Structure):
             sums: How what the pass gave becomes that of all processes.
         """
         before: dict[str, Statistics] = memory["totals"] if memory and self.decay else {}
+        if sums.add is not None:  # which weighs what every process has by its examples: means, as of the derivatives
+            layers = [seen.count_times(1.0, times=1 / seen.examples) for seen in layers]
         totals = {seen.key: self.advance(seen, before.get(seen.key), self.decay, sums) for seen in layers}
         for name, square in squares.items():
             totals[name] = accumulate_statistics(before.get(name), sums.total({"squares": square}), self.decay)
