@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad import rules
-from natgrad.rules import FlatStep, GridSearch, MeasuredTrustRegion, NormalisedRate, Quadratic
+from natgrad.rules import FlatStep, GridSearch, MeasuredTrustRegion, NormalisedRate, Quadratic, inner_products
 
 G = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
 GRADIENT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -320,3 +320,13 @@ def test_no_rule_goes_uphill():
     uphill = Quadratic(model.gradient, model.operator, 0.1, model.proposal.scale_by(-1.0), loss=0.0)
     for rule in (MeasuredTrustRegion(RADIUS), NormalisedRate(RADIUS)):
         assert not rule.step(uphill, Bowl(uphill, 0.0), {})[0].vector.any()
+
+
+@pytest.mark.parametrize("piece", [1, 7, 2**20])
+def test_inner_products_are_those_of_every_pair_whatever_the_pieces(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("natgrad.rules.quadratic.CHUNK", piece)
+    vectors = [draw(3, 2, 4, 5, seed=seed) for seed in range(3)]
+    rows = torch.stack(vectors, 1).flatten(2)
+    assert_close(inner_products(vectors), torch.einsum("kin, kjn -> kij", rows, rows))
