@@ -121,11 +121,11 @@ class MeasuredLength(Rule):
         promised = float(proposal.promised_form(model.damping))
         ratio = max(float(proposal.excess(model.damping)), model.layers.fallen)
         full = promised if model.system.full is None else max(float(model.system.full), promised)
-        whole = 1 / ratio  # the minimum of the quadratic model
+        minimum = 1 / ratio  # of the quadratic model
 
         def find_rate(**options: float) -> float:
             """The length with other settings."""
-            return least(whole, longest(self.radius(model, **options), nats * ratio * full))
+            return least(minimum, longest(self.radius(model, **options), nats * ratio * full))
 
         rate = find_rate()
         for name in self.options:
