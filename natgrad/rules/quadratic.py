@@ -462,9 +462,9 @@ class BlockStep(Step):
     def excess(self, damping: Tensor | float) -> Tensor:
         return as_scalar(1.0 if self.ratio is None else self.ratio)
 
-    def norm(self) -> float | Tensor:
-        """|d|."""
-        return self.vector.norm() if self.products is None else math.sqrt(math.fsum(self.list_squares().values()))
+    def norm(self) -> Tensor:
+        """|d|, a scalar tensor."""
+        return self.vector.norm() if self.products is None else as_scalar(math.sqrt(sum(self.list_squares().values())))
 
     def known_form(self) -> Tensor | float | None:
         """d^T G d, or the promise in its place, without a product; None where even that takes one."""

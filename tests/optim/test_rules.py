@@ -330,3 +330,22 @@ def test_inner_products_are_those_of_every_pair_whatever_the_pieces(
     vectors = [draw(3, 2, 4, 5, seed=seed) for seed in range(3)]
     rows = torch.stack(vectors, 1).flatten(2)
     assert_close(inner_products(vectors), torch.einsum("kin, kjn -> kij", rows, rows))
+
+
+@pytest.mark.parametrize("rule", [GridSearch(), NormalisedRate(0.1)])
+def test_a_rule_takes_no_step_along_a_gradient_that_is_zero(rule: rules.Rule) -> None:
+    model, x = nn.Linear(3, 1).double(), draw(8, 3)
+    opt = ng.kfac(model, nn.MSELoss(), rule=rule, momentum=0.0)
+    targets = draw(8, 1, seed=1)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = opt.loss(model(x), targets)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    before, targets = flat(model), model(x).detach()
+    opt.step(closure)
+    assert torch.equal(flat(model), before)
+    assert opt.state_report().failures == 0
