@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import islice
 from typing import Any, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
@@ -39,6 +40,15 @@ def read_scalars(scalars: Iterable[Tensor]) -> list[float]:
     if len({(scalar.dtype, scalar.device) for scalar in known}) > 1:
         known = [scalar.to(known[0].device, torch.float64) for scalar in known]
     return list_numbers(torch.stack(known)) if known else []
+
+
+def read_tensors(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The entries of each tensor, wherever it lies, as a flat list: all by one read of the device."""
+    flat = [t.reshape(-1) for t in tensors]
+    if len({(t.dtype, t.device) for t in flat}) > 1:
+        flat = [t.to(flat[0].device, torch.float64) for t in flat]
+    numbers = iter(list_numbers(torch.cat(flat)) if flat else [])
+    return [list(islice(numbers, len(t))) for t in flat]
 
 
 def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:

@@ -68,7 +68,6 @@ from natgrad.rules import (
     Step,
     SystemFacts,
     Vector,
-    inner_product,
     inner_products,
 )
 
@@ -158,7 +157,8 @@ class BlockWork(Work):
     Attributes:
         gradients: Of the loss, with those of a penalty.
         stacks: The gradients and their new running means, blocks that are alike together.
-        shaped: The directions of these stacks, where the rule shapes them.
+        lengths: By parameter, what its direction is multiplied by; None: 1 for all.
+        slopes: g . d of each block, at a rate of 1, by its parameters' names; None where the rule did not say.
         vectors: What the rule remembers, by parameter.
         signal: |m|^2, |g|^2, and what |m|^2 would be on average for gradients that are noise alone.
     """
@@ -179,7 +179,9 @@ class BlockWork(Work):
         self.gradients: Mapping[str, Tensor] = batch.gradients
         if any(self.strengths.values()):
             self.gradients = Penalised(batch.gradients, self.values, self.strengths)
-        self.stacks, self.shaped, self.vectors = list[StackGradient](), list[Tensor](), dict(state.vectors)
+        self.stacks, self.vectors = list[StackGradient](), dict(state.vectors)
+        self.lengths: Mapping[str, float] | None = None
+        self.slopes = dict[tuple[str, ...], float | None]()
         self.signal = [0.0, 0.0, 0.0]
 
     @cached_property
@@ -243,12 +245,9 @@ class BlockWork(Work):
         directions, products, levels = self.directions()
         if not directions:
             return None
-        vector = Parts(directions, {name: -self.rates[name] for name in directions})
-        even, full = len({self.rates[name] for name in directions}) == 1, None
+        vector, full = Parts(directions, {name: -self.rates[name] for name in directions}, shares=self.lengths), None
         if self.shapes:
-            promise, slope = Lazy(partial(self.promise, vector, levels)), None
-            if even and not self.owners.apart:
-                slope = Lazy(partial(self.slope_of_stacks, self.rates[next(iter(directions))]))
+            promise, slope = Lazy(partial(self.promise, vector, levels)), self.slope_of_blocks()
             if self.sample is not None:
                 forms = self.averages.forms(self.state.blocks, vector, levels)
                 self.measure(vector.tensors(), dict(zip(forms, read_scalars(forms.values()), strict=True)))
@@ -257,6 +256,7 @@ class BlockWork(Work):
             self.follow_signal()
             full = sum(known.promise for known in products.values())
             rated = {name: known.scale_by(-self.rates[name]) for name, known in products.items()}
+            even = len({self.rates[name] for name in directions}) == 1
             if self.sample is not None:  # a common rate cancels: no copies
                 promised = {name: known.promise for name, known in (products if even else rated).items()}
                 self.measure(directions if even else vector.tensors(), promised)
@@ -341,11 +341,19 @@ class BlockWork(Work):
     def shape_directions(self) -> tuple[dict[str, Tensor], dict[str, Products], list[Stack]]:
         """The rule's directions by name, nothing that is known of them, and the stacks after them."""
         steps, parts, examples = dict[str, Tensor](), list[Stack](), float(self.counts.get("examples", 0))
-        shaped = self.rule.shape_stacks([self.view(stack, examples) for stack in self.stacks])
-        for stack, (directions, memory) in zip(self.stacks, shaped, strict=True):
-            steps |= split_stack(stack.after, directions)
-            parts += remember(stack.after, memory)
-        self.shaped = [directions for directions, _ in shaped]
+        stacks = [self.view(stack, examples) for stack in self.stacks]
+        lengths = dict[str, float]()
+        for stack, shaped in zip(self.stacks, self.rule.shape_stacks(stacks) if stacks else (), strict=True):
+            steps |= split_stack(stack.after, shaped.directions)
+            names = [tuple(n for n in block.layout.names if n in steps) for block in stack.after.blocks]
+            parts += remember(stack.after, shaped.memory)
+            for own, length in zip(names, shaped.lengths or [1.0] * len(names), strict=True):
+                lengths |= dict.fromkeys(own, length)
+            self.slopes |= dict(zip(names, shaped.slopes or [None] * len(names), strict=True))
+        if self.owners.apart:  # others get them at their lengths
+            steps = Parts(steps, shares=lengths).tensors() if steps else steps
+        else:
+            self.lengths = lengths
         return steps, {}, parts
 
     def view(self, stack: StackGradient, examples: float) -> BlockStack:
@@ -391,10 +399,12 @@ class BlockWork(Work):
             list_points,
         )
 
-    def slope_of_stacks(self, rate: float) -> Tensor:
-        """g . d for the shaped directions, all at one rate. The gradient is 0 where a parameter has none."""
-        slopes = [inner_product(stack.gradient, d) for stack, d in zip(self.stacks, self.shaped, strict=True)]
-        return -rate * torch.stack([slope.to(self.device) for slope in slopes]).sum()
+    def slope_of_blocks(self) -> Lazy | None:
+        """g . d for the shaped directions; None where a block has several rates, or nobody said it."""
+        slopes = [(slope, {self.rates[name] for name in names}) for names, slope in self.slopes.items()]
+        if self.owners.apart or any(slope is None or len(rates) > 1 for slope, rates in slopes):
+            return None
+        return Lazy(value=-sum(slope * rates.pop() for slope, rates in slopes if slope is not None))
 
     def matrix_of_values(self, block: Block) -> Tensor:
         """A block's parameters as its matrix; those without a gradient count as zero."""

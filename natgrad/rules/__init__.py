@@ -1,7 +1,7 @@
 """From a direction to a step: the quadratic model of the loss, and the rules that bound and shape what it proposes."""
 
 from natgrad.ground.messages import resolve_names
-from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, require_loss
+from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, ShapedStack, require_loss
 from natgrad.rules.damping import Constant, Damping, LevenbergMarquardt, Relative, as_damping
 from natgrad.rules.noise_aware import NoiseAware
 from natgrad.rules.quadratic import (
@@ -76,6 +76,7 @@ __all__ = [
     "Rule",
     "RunFacts",
     "SafeRate",
+    "ShapedStack",
     "SpectralDescent",
     "SpectralProgress",
     "Step",

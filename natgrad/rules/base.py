@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -125,8 +125,23 @@ class BlockStack:
         return stack_tensors([point.values() for point in self.points()]).to(self.mean)
 
 
+class ShapedStack(NamedTuple):
+    """The directions of k blocks that are alike.
+
+    Attributes:
+        directions: Shape (k, groups, outputs, inputs).
+        memory: What to remember of the blocks: tensors with a leading axis, or one mapping for each block.
+        lengths: What each block's direction is multiplied by; (): 1.
+        slopes: g . d of each block at that length and a learning rate of 1; (): nobody asked.
+    """
+
+    directions: Tensor
+    memory: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+    lengths: Sequence[float] = ()
+    slopes: Sequence[float] = ()
+
+
 Objective = Callable[[Vector], float]
-StackMemory = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 class Rule(Explained):
@@ -257,16 +272,14 @@ class Rule(Explained):
         """
         return block.natural(), {}
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, StackMemory]]:
-        """`shape` of every block of a step: per stack the directions, (k, ...), and what to remember of the blocks.
-
-        This is what is called. Memories are tensors with a leading axis, or one mapping for each block.
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[ShapedStack]:
+        """`shape` of every block of a step, stack by stack. This is what is called.
 
         Args:
             stacks: All blocks that this process holds, those that are alike together.
         """
         shaped = [[self.shape(point) for point in stack.points()] for stack in stacks]
-        return [(stack_tensors([d for d, _ in pairs]), [memory for _, memory in pairs]) for pairs in shaped]
+        return [ShapedStack(stack_tensors([d for d, _ in pairs]), [each for _, each in pairs]) for pairs in shaped]
 
 
 def require_loss(rule: Rule, loss_at: Objective | None) -> None:

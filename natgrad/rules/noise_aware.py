@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.ground.constants import FRESH, MOST_NATS
 from natgrad.ground.typed_torch import measure_norms, read_scalars
 from natgrad.operators import Operator
-from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, StackMemory
+from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, ShapedStack
 from natgrad.rules.quadratic import BlockStep, Memory, Parts, Quadratic, Step, read_cut
 from natgrad.rules.spectral_descent import SpectralDescent
 from natgrad.rules.spectral_progress import SpectralProgress, least_size
@@ -111,7 +111,7 @@ class NoiseAware(Rule):
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
         return self.spectral.shape(block)
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, StackMemory]]:
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[ShapedStack]:
         return self.spectral.shape_stacks(stacks)
 
     def step(self, model: Quadratic, loss_at: Objective | None, memory: Memory) -> tuple[Step, Memory]:

@@ -100,6 +100,8 @@ class Parts:
         parts = [part.to(reference.dtype) for part, reference in zip(self.parts.values(), like, strict=True)]
         if len({(part.dtype, part.device) for part in parts}) != 1:
             return [self[name].to(part) for name, part in zip(self.parts, parts, strict=True)]
+        if not isinstance(self.length, Tensor):
+            return torch_plain._foreach_mul(parts, [self.length * self.factor(name) for name in self.parts])
         factors = self.factors(parts[0])
         if isinstance(factors, Tensor) and factors.dim():
             return torch_plain._foreach_mul(parts, factors.unbind())
@@ -200,12 +202,12 @@ def inner_products(vectors: Sequence[Tensor]) -> Tensor:
     Args:
         vectors: r tensors (k, ...), in the dtype of the last.
     """
-    rows = [vector.to(vectors[-1].dtype).flatten(1) for vector in vectors]
-    many = max(1, CHUNK // len(rows[0]))
-    if rows[0].shape[1] > many:
-        parts = zip(*(split_tensor(row, many, 1) for row in rows), strict=True)
+    like = vectors[-1]
+    rows, many = [vector.to(like.dtype) for vector in vectors], max(1, CHUNK // len(like))
+    if like.numel() > many * len(like):
+        parts = zip(*(split_tensor(row.flatten(1), many, 1) for row in rows), strict=True)
         return torch.stack([inner_products(part) for part in parts]).sum(0)
-    table = torch.stack(rows, 1)
+    table = torch.stack(rows, 1).reshape(len(like), len(rows), -1)
     return torch.bmm(table, table.mT)
 
 
@@ -292,7 +294,7 @@ class Step(ABC):
         promise = self.promised_form(damping)
         return torch.where(promise > 0, self.form() / promise, 1.0)
 
-    def known_slope(self) -> Tensor | None:
+    def known_slope(self) -> Tensor | float | None:
         """g . d where whoever made the step knows it, for the model that it was made for."""
         return None
 
@@ -424,8 +426,8 @@ class BlockStep(Step):
         slope = None if self.slope is None else self.slope.scale_by(number)
         return BlockStep(number * self.vector, true, promise, self.ratio, self.levels, products, slope)
 
-    def known_slope(self) -> Tensor | None:
-        return None if self.slope is None else as_scalar(self.slope())
+    def known_slope(self) -> Tensor | float | None:
+        return None if self.slope is None else self.slope()
 
     def list_squares(self) -> dict[str, float]:
         """|d|^2 of disjoint parameters that make up d, by the first of each."""
@@ -593,7 +595,7 @@ class Quadratic:
             step: Any step of this model.
         """
         known = step.known_slope()
-        return self.gradient @ step.tangent if known is None else known  # type: ignore[operator]
+        return self.gradient @ step.tangent if known is None else as_scalar(known)  # type: ignore[operator]
 
     def damped_form(self, step: Step) -> Tensor:
         """d^T (G + damping I) d, a scalar tensor.

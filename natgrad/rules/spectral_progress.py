@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +21,30 @@ from natgrad.ground.constants import (
     WIDE,
 )
 from natgrad.ground.linalg import invert_factor_or_nan, symmetrise
-from natgrad.ground.typed_torch import as_tensor_like, measure_norm, split_tensor, torch_linalg
-from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule
-from natgrad.rules.quadratic import Memory, Quadratic, Step
+from natgrad.ground.typed_torch import as_tensor_like, measure_norm, read_tensors, torch_linalg
+from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, ShapedStack
+from natgrad.rules.quadratic import Memory, Quadratic, Step, inner_products
 from natgrad.rules.spectral_descent import apply_root, polar, table_rows, whitener
+
+
+class LengthMemory(NamedTuple):
+    """What is remembered of a block's length."""
+
+    slope: float  # n . d of the last step, the slope along it that was promised
+    square: float  # running mean square of the progress r; 0 before the first
+    scale: float  # exp of what the logarithm of the length has grown by
+
+
+@dataclass(frozen=True)
+class StackDirection:
+    """The directions of blocks that are alike, and what sets their lengths."""
+
+    directions: Tensor  # d, (k, groups, p, q)
+    usual: Sequence[float]  # the blocks' usual lengths, in units of directions and sizes
+    sizes: Tensor | None  # of the blocks, (k, groups, 1, 1); None: 1
+    repeated: bool  # True if they are the last step's
+    again: bool  # True if the next step takes them too
+    asked: Sequence[Tensor]  # what is to be read of them
 
 
 @dataclass(frozen=True)
@@ -115,68 +134,91 @@ class SpectralProgress(Rule):
         return roots | {scaled: longer * roots[scaled]}
 
     def shape(self, block: BlockPoint) -> tuple[Tensor, dict[str, Tensor]]:
-        ((directions, memory),) = self.shape_stacks([BlockStack.of([block])])
-        return directions[0], {name: tensor[0] for name, tensor in memory.items()}
+        (shaped,) = self.shape_stacks([BlockStack.of([block])])
+        assert isinstance(shaped.memory, Mapping)
+        return shaped.lengths[0] * shaped.directions[0], {name: tensor[0] for name, tensor in shaped.memory.items()}
 
-    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[tuple[Tensor, Mapping[str, Tensor]]]:
-        if not stacks:
-            return []
-        ahead = [stack.mean.lerp(stack.gradient, self.ahead) for stack in stacks]
-        directions = [
-            stack.memory["direction"].to(n) if "again" in stack.memory else self._direct(stack, n)
-            for stack, n in zip(stacks, ahead, strict=True)
+    def shape_stacks(self, stacks: Sequence[BlockStack]) -> Sequence[ShapedStack]:
+        ways = [self._direct(stack) for stack in stacks]
+        numbers = iter(read_tensors([tensor for way in ways for tensor in way.asked]))
+        return [
+            self._set_lengths(stack, way, *(next(numbers) for _ in way.asked))
+            for stack, way in zip(stacks, ways, strict=True)
         ]
-        warm, moves = min(1.0, (stacks[0].steps + 1) / self.warm), list[tuple[Tensor, Mapping[str, Tensor]]]()
-        scales = self._follow(stacks, ahead[0]) if self.progress else ()
-        for i, (stack, n, d) in enumerate(zip(stacks, ahead, directions, strict=True)):
-            factor, sizes = self._measure_lengths(stack, d)
-            length, memory = warm * factor, dict[str, Tensor]()
-            if sizes is not None:
-                length, memory = length * sizes, {"size": sizes}
-            if scales:
-                now, scale, square = (parts[i] for parts in scales)
-                slope = inner_products(n, d)
-                if "again" in stack.memory:  # shorter by as much as the slope along it has fallen
-                    left, slope = slope, stack.memory["slope"].to(slope)
-                    length = length * torch.where(slope > 0, (left / slope).clamp(0, 1), 1.0).view(-1, 1, 1, 1)
-                elif "cut" in stack.prepared and min(n.shape[-2:]) >= WIDE:
-                    memory["again"] = slope  # dearer than its gradient
-                memory |= {"direction": d, "slope": slope, "square": square, "scale": scale}
-                length = length * now.to(d).view(-1, 1, 1, 1)
-            moves.append((length * d, memory))
-        return moves
 
-    def _follow(self, stacks: Sequence[BlockStack], home: Tensor) -> tuple[Sequence[Tensor], ...]:
-        """Today's scales of the blocks, those that are kept, and running mean squares of progress: (k,) by stack."""
+    def _direct(self, stack: BlockStack) -> StackDirection:
+        """The directions of a stack, and what their lengths ask for."""
+        n, memory = stack.mean.lerp(stack.gradient, self.ahead), stack.memory
+        last = memory["direction"].to(n) if "direction" in memory else None
+        repeated = last is not None and "again" in memory
+        d = last if repeated and last is not None else self._turn(stack, n)
+        usual, sizes = self._measure_lengths(stack, d)
+        vectors = [v.flatten(0, 1) for v in (stack.gradient, n, d, d if last is None else last)]
+        known = [] if last is None else [memory[name] for name in LengthMemory._fields]
+        # the second time a direction is shorter: it is dearer than its gradient
+        again = self.progress > 0 and not repeated and "cut" in stack.prepared and min(n.shape[-2:]) >= WIDE
+        asked = [inner_products(vectors), *([] if sizes is None else [sizes]), *known]
+        return StackDirection(d, usual, sizes, repeated, again, asked)
 
-        def gather(name: str, start: float) -> Tensor:
-            parts = [
-                stack.memory[name].to(home) if name in stack.memory else home.new_full((len(stack.mean),), start)
-                for stack in stacks
-            ]
-            return torch.cat(parts)
+    def _set_lengths(
+        self, stack: BlockStack, way: StackDirection, table: Sequence[float], *rest: Sequence[float]
+    ) -> ShapedStack:
+        """The steps of a stack, whose lengths are arithmetic on numbers.
 
-        # today's slope along the last move over the slope that it had then
-        now = [
-            inner_products(stack.gradient, stack.memory["direction"].to(stack.mean)).to(home)
-            if "direction" in stack.memory
-            else home.new_zeros(len(stack.mean))
-            for stack in stacks
-        ]
-        slope, past = gather("slope", 0.0), gather("square", 0.0)
-        ratio = torch.where(slope > 0, (torch.cat(now) / slope).clamp(-FARTHEST, FARTHEST), 0.0)
-        square = ratio.square()
-        square = torch.where(past > 0, past.lerp(square, PROGRESS_FORGETS), square)
-        sure = (ratio / square.sqrt().clamp(min=TINY)).clamp(-1, 1)
-        most = ((stacks[0].examples or self.few) / self.few) ** 0.5
-        growth = self.progress / (1 + ((stacks[0].steps + 1) / self.fades) ** 2)
-        before = gather("scale", min(most, max(1.0, most / 2)) if math.isfinite(most) else 1.0)
+        table: the 16 inner products of g, n, d and the last d of each group of each block. rest: the sizes, where they
+        are known, and the `LengthMemory` of the blocks, where they have one.
+        """
+        d, warm, most = way.directions, min(1.0, (stack.steps + 1) / self.warm), self._bound_scale(stack.examples)
+        groups = d.shape[1]
+        sizes, past = (rest[0], rest[1:]) if way.sizes is not None else ([1.0] * (len(d) * groups), rest)
+        lengths, slopes, progress = list[float](), list[float](), list[LengthMemory]()
+        for i, usual in enumerate(way.usual):
+            own = range(groups * i, groups * (i + 1))
+            rows = [table[16 * j : 16 * j + 16] for j in own]
+            slope, now = (sum(row[place] for row in rows) for place in (6, 3))  # n . d, and g along the last d
+            length = warm * usual
+            if self.progress:
+                before = LengthMemory(*(numbers[i] for numbers in past)) if past else None
+                after, scale = self._follow(before, slope, now, stack.steps, most)
+                if way.repeated and before is not None:  # shorter by as much as the slope along it has fallen
+                    length *= min(max(slope / before.slope, 0.0), 1.0) if before.slope > 0 else 1.0
+                    after = after._replace(slope=before.slope)
+                length *= scale
+                progress.append(after)
+            slopes.append(length * sum(sizes[j] * row[2] for j, row in zip(own, rows, strict=True)))  # g . d
+            lengths.append(length * sizes[groups * i] if groups == 1 else length)
+        memory = {} if way.sizes is None else {"size": way.sizes}
+        if progress:
+            parts = zip(LengthMemory._fields, as_tensor_like(progress, d).unbind(1), strict=True)
+            memory |= {"direction": d, **dict(parts)}
+            memory |= {"again": memory["slope"]} if way.again else {}
+        if groups > 1 and way.sizes is not None:
+            d = d * way.sizes
+        return ShapedStack(d, memory, lengths, slopes)
+
+    def _bound_scale(self, examples: float) -> float:
+        """How many times its usual length a block's may be."""
+        return math.sqrt((examples or self.few) / self.few)
+
+    def _follow(
+        self, before: LengthMemory | None, slope: float, now: float, steps: int, most: float
+    ) -> tuple[LengthMemory, float]:
+        """A block's progress with this step, and the scale of its length today.
+
+        slope: n . d. now: today's slope along the last direction.
+        """
+        if before is None:
+            before, now = LengthMemory(0.0, 0.0, min(most, max(1.0, most / 2)) if math.isfinite(most) else 1.0), 0.0
+        ratio = min(max(now / before.slope, -FARTHEST), FARTHEST) if before.slope > 0 else 0.0
+        square = before.square
+        square = square + PROGRESS_FORGETS * (ratio * ratio - square) if square > 0 else ratio * ratio
+        sure = min(max(ratio / max(math.sqrt(square), TINY), -1.0), 1.0)
+        growth = self.progress / (1 + ((steps + 1) / self.fades) ** 2)
         # one batch of a few examples, as at the end of an epoch, makes its own step shorter and no other
-        scale = torch.minimum(before * torch.exp(growth * sure), before.clamp(min=most))
-        counts = [len(stack.mean) for stack in stacks]
-        return tuple(split_tensor(part, counts) for part in (scale.clamp(max=most), scale, square))
+        scale = min(before.scale * math.exp(growth * sure), max(before.scale, most))
+        return LengthMemory(slope, square, scale), min(scale, most)
 
-    def _direct(self, stack: BlockStack, n: Tensor) -> Tensor:
+    def _turn(self, stack: BlockStack, n: Tensor) -> Tensor:
         """The directions of blocks that are alike, (k, groups, p, q)."""
         prepared = {name: tensor.to(n) for name, tensor in stack.prepared.items()}
         if (rows := table_rows(stack.shape)) is not None:
@@ -190,25 +232,25 @@ class SpectralProgress(Rule):
             return whiten(polar(whiten(matrices, roots), ITERATIONS), roots, last=True).reshape(n.shape)
         return self._scale_entries(n)
 
-    def _measure_lengths(self, stack: BlockStack, d: Tensor) -> tuple[Tensor | float, Tensor | None]:
-        """The blocks' usual lengths in units of their directions and sizes, and these where they are needed again."""
-        alike = len(set(stack.units)) == 1
-        unit = stack.units[0] if alike else as_tensor_like(stack.units, d).view(-1, 1, 1, 1)
-        if (rows := table_rows(stack.shape)) is not None:
+    def _measure_lengths(self, stack: BlockStack, d: Tensor) -> tuple[list[float], Tensor | None]:
+        """The blocks' usual lengths in units of their directions and sizes, and these, (k, groups, 1, 1); None: 1."""
+        units = stack.units
+        if "tokens" in stack.prepared:
+            return [self.share / 3 * unit for unit in units], None
+        if (rows := table_rows(stack.shape)) is None and "inputs" not in stack.prepared:
+            return [self.vectors * unit for unit in units], None
+        unit = units[0] if len(set(units)) == 1 else as_tensor_like(units, d).view(-1, 1, 1, 1)
+        if rows is not None:
             values = stack.stack_values().reshape(len(d), 1, rows, -1)
             columns = values.shape[-1]
             length = self.share * (1 + self.damping) ** 0.5 / min(rows, columns) ** 0.5
-            return length * self._size_of(values, columns, unit), None
-        if "tokens" in stack.prepared:
-            return self.share / 3 * unit, None
-        if "inputs" not in stack.prepared:
-            return self.vectors * unit, None
+            return [length] * len(d), self._size_of(values, columns, unit)
         if stack.renewed or "size" not in stack.memory:
             values, roots = align_roots(stack.stack_values(), {n: t.to(d) for n, t in stack.prepared.items()})
             size = self._size_of(unwhiten(values, roots).view(d.shape), d.shape[-2], unit)
         else:
             size = stack.memory["size"].to(d)
-        return self.share / min(d.shape[-2:]) ** 0.5, size
+        return [self.share / min(d.shape[-2:]) ** 0.5] * len(d), size
 
     def _size_of(self, values: Tensor, outputs: int, unit: Tensor | float) -> Tensor:
         """max(|theta|, floor sqrt(outputs)) of each group, shape (k, groups, 1, 1)."""
@@ -237,9 +279,11 @@ class SpectralProgress(Rule):
         if not model.run.bounded or math.isinf(self.kl_share):
             return proposal, memory
         # the mean of other batches may lead uphill on today's, where a loss near 0 would set no length
-        change, most = model.slope(proposal).abs(), self.kl_share * max(float(model.loss), 0.0)
-        rate = torch.where(change > (math.inf if math.isnan(most) else most), most / change, 1.0)
-        model.cuts["kl_share"] = partial(torch.reciprocal, rate)
+        slope = proposal.known_slope()
+        change = abs(float(model.slope(proposal) if slope is None else slope))
+        most = self.kl_share * max(float(model.loss), 0.0)
+        rate = most / change if change > most else 1.0  # where the loss is no number, nor is this a bound
+        model.cuts["kl_share"] = 1 / rate if rate else math.inf
         return proposal.scale_by(rate), memory
 
 
@@ -268,11 +312,6 @@ def whitener_of_few(moment: Tensor, damping: float, rank: int) -> dict[str, Tens
     rest = ((inputs - trace) / (inputs - rank)).clamp(min=0) + damping
     cut = identity - invert_factor_or_nan(inner + damping * identity) * rest.sqrt()[..., None, None]
     return {"inputs": basis, "cut": cut, "root": rest.rsqrt()}
-
-
-def inner_products(first: Tensor, second: Tensor) -> Tensor:
-    """The inner products of k pairs of matrices, (k, groups, p, q) -> (k,)."""
-    return (first * second).sum((1, 2, 3))
 
 
 def align_roots(matrices: Tensor, prepared: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

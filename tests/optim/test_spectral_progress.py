@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -94,9 +94,10 @@ def shape_alike(rule: SpectralProgress, points: list[BlockPoint]) -> list[tuple[
     groups = [group for i, group in enumerate(groups) if group not in groups[:i]]
     shaped = rule.shape_stacks([BlockStack.of([points[i] for i in group]) for group in groups])
     found = dict[int, tuple[Tensor, dict[str, Tensor]]]()
-    for group, (directions, memory) in zip(groups, shaped, strict=True):
-        rows = [{name: tensor[j] for name, tensor in memory.items()} for j in range(len(group))]
-        found |= zip(group, zip(directions.unbind(), rows, strict=True), strict=True)
+    for group, (directions, memory, lengths, _) in zip(groups, shaped, strict=True):
+        assert isinstance(memory, Mapping)
+        for j, i in enumerate(group):
+            found[i] = lengths[j] * directions[j], {name: tensor[j] for name, tensor in memory.items()}
     return [found[i] for i in range(len(points))]
 
 
