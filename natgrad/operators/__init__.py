@@ -33,10 +33,8 @@ from natgrad.operators.kronecker import (
     SpikedKronecker,
     Spikes,
     Tiled,
-    split_products,
-    stack_products,
 )
-from natgrad.operators.layerwise import Arranged, BlockOperator
+from natgrad.operators.layerwise import Arranged, BlockOperator, split_operator, stack_operators
 from natgrad.operators.linearization import Linearization, OutputMap
 from natgrad.operators.pullback import Centred, Form, Pullback
 from natgrad.operators.rows import JoinedRows, Rows, computes_block
@@ -83,8 +81,8 @@ __all__ = [
     "combine_facts",
     "computes_block",
     "pack_operator",
-    "split_products",
-    "stack_products",
+    "split_operator",
+    "stack_operators",
     "unpack_operator",
 ]
 

@@ -214,6 +214,14 @@ class Operator(ABC):
         """
         return None
 
+    def invert_each(self, damping: Tensor) -> Operator | None:
+        """The inverse of k blocks that lie along a leading axis, each with a damping of its own; None: one by one.
+
+        Args:
+            damping: Of each block, shape (k,), > 0.
+        """
+        return None
+
     @property
     def closed_form(self) -> bool:
         """Whether `inverse` is known without forming an (n, n) matrix."""

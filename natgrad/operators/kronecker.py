@@ -97,6 +97,11 @@ class KroneckerOperator(Operator, packed_as="kronecker"):
         means = [diagonal_of(factor).mean(-1) for factor in (self.left, self.right)]
         return invert_factors(self.left, self.right, means, damping)
 
+    def invert_each(self, damping: Tensor) -> Operator | None:
+        # a block may have several products, of its groups
+        each = damping.repeat_interleave(len(self.left) // len(damping))
+        return self.factored_inverse(each) if self.factored else None
+
     def pack(self) -> dict[str, Any]:
         return {"left": self.left, "right": self.right} | ({"factored": True} if self.factored else {})
 
@@ -158,37 +163,6 @@ class KroneckerSolve(Operator, packed_as="kronecker_solve"):
 
     def dense(self) -> Tensor:
         return self.product().dense()
-
-
-def stack_products(operators: Sequence[Operator]) -> KroneckerOperator | KroneckerSolve | None:
-    """Products of one block each and of one shape as one operator with a leading axis; None for anything else.
-
-    Args:
-        operators: The blocks of diag(G_1, ..., G_k).
-    """
-    products = [op for op in operators if type(op) in (KroneckerOperator, KroneckerSolve)]
-    products = cast("list[KroneckerOperator | KroneckerSolve]", products)
-    products = [op for op in products if op.left.dim() == 2 == op.right.dim()]
-    kinds = {(type(op), op.left.shape, op.right.shape, op.factored, op.dtype, op.device) for op in products}
-    if len(kinds) != 1 or len(products) != len(operators):
-        return None
-    return renew(products[0], torch.stack([p.left for p in products]), torch.stack([p.right for p in products]))
-
-
-def split_products(stack: KroneckerOperator | KroneckerSolve) -> list[KroneckerOperator | KroneckerSolve]:
-    """The blocks that `stack_products` stacked: views.
-
-    Args:
-        stack: With a leading axis.
-    """
-    return [renew(stack, *pair) for pair in zip(stack.left.unbind(), stack.right.unbind(), strict=True)]
-
-
-def renew(like: KroneckerOperator | KroneckerSolve, left: Tensor, right: Tensor) -> KroneckerOperator | KroneckerSolve:
-    """Another of the kind."""
-    if isinstance(like, KroneckerSolve):
-        return KroneckerSolve(left, right)
-    return KroneckerOperator(left, right, factored=like.factored)
 
 
 @compute_exactly

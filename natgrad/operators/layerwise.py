@@ -12,6 +12,8 @@ from natgrad.ground.spaces import Space
 from natgrad.ground.typed_torch import join_diagonally, split_tensor
 from natgrad.layers import Layout, UnitLayout
 from natgrad.operators.base import Operator, combine_facts, list_all
+from natgrad.operators.kronecker import KroneckerOperator, KroneckerSolve
+from natgrad.operators.shared_rows import Units
 
 
 class Arranged(Operator):
@@ -135,3 +137,44 @@ class BlockOperator(Operator, packed_as="Block"):
 
     def dense(self) -> Tensor:
         return join_diagonally(block.dense() for block in self.blocks)
+
+
+# blocks that are alike as one operator with a leading axis
+
+STACKED = (KroneckerOperator, KroneckerSolve, Units)
+
+
+def stack_operators(operators: Sequence[Operator]) -> Operator | None:
+    """diag(G_1, ..., G_k) of Kronecker products, or of units, of one shape as one operator; None for anything else.
+
+    Args:
+        operators: The blocks.
+    """
+    first = operators[0]
+    if not all(type(op) is type(first) and isinstance(op, STACKED) for op in operators):
+        return None
+    parts = [op.pack() for op in operators]
+    tensors = {name: [part[name] for part in parts] for name, value in parts[0].items() if isinstance(value, Tensor)}
+    kinds = [[(t.shape, t.dtype, t.device) for t in (part[name] for name in tensors)] for part in parts]
+    alike = all(op.facts == first.facts and kind == kinds[0] for op, kind in zip(operators, kinds, strict=True))
+    if not alike or not {t.dim() for t, *_ in tensors.values()} <= {2, 3} or first.facts.indefinite:
+        return None
+    joined = {name: torch.cat([t if t.dim() == 3 else t.unsqueeze(0) for t in each]) for name, each in tensors.items()}
+    return type(first).unpack(parts[0] | joined)
+
+
+def split_operator(stack: Operator, count: int) -> list[Operator]:
+    """The blocks that `stack_operators` made one of, on views.
+
+    Args:
+        stack: What that returned.
+        count: How many blocks it was made of.
+    """
+    parts = stack.pack()
+    tensors = {name: value for name, value in parts.items() if isinstance(value, Tensor)}
+    rows = {name: split_tensor(value, len(value) // count) for name, value in tensors.items()}
+    flat = {name: not isinstance(stack, Units) and len(value) == count for name, value in tensors.items()}
+    return [
+        type(stack).unpack(parts | {name: row[i].squeeze(0) if flat[name] else row[i] for name, row in rows.items()})
+        for i in range(count)
+    ]

@@ -244,6 +244,10 @@ class Units(Operator, packed_as="units"):
             return Units(inverse_symmetric(self.matrices, damping), indefinite=True)
         return Units(inverse_psd(self.matrices, damping) if damping > 0 else pseudo_inverse(self.matrices))
 
+    def invert_each(self, damping: Tensor) -> Units | None:
+        each = damping.repeat_interleave(len(self.matrices) // len(damping))
+        return None if self.indefinite else Units(inverse_psd(self.matrices, each))
+
     def diagonal(self) -> Tensor:
         return self.matrices.diagonal(dim1=1, dim2=2).reshape(-1)
 

@@ -18,11 +18,10 @@ from natgrad.ground.whole_tensors import gather_whole, zeros_whole
 from natgrad.layers import Layer, Layout, Seen
 from natgrad.operators import (
     DiagonalOperator,
-    KroneckerOperator,
     Operator,
     pack_operator,
-    split_products,
-    stack_products,
+    split_operator,
+    stack_operators,
     unpack_operator,
 )
 from natgrad.optim.guard import Guard, are_finite
@@ -356,7 +355,7 @@ class Averages:
         return inverted
 
     def invert_alike(self, blocks: Mapping[str, Block], levels: Mapping[str, float]) -> dict[str, Operator]:
-        """(G + damping I)^-1 of the blocks that are factored Kronecker products of one shape, each shape at once."""
+        """(G + damping I)^-1 of the blocks that are alike and can be inverted as one, each kind at once."""
         alike, inverses = dict[Any, list[str]](), dict[str, Operator]()
         for key in levels:
             block = blocks[key]
@@ -365,14 +364,16 @@ class Averages:
         for keys in alike.values():
             if len(keys) < 2:
                 continue
-            stack = stack_products([self.operator(blocks[key]) for key in keys])
-            if not isinstance(stack, KroneckerOperator) or not stack.factored:
+            stack = stack_operators([self.operator(blocks[key]) for key in keys])
+            if stack is None:
                 continue
             damping = torch.tensor([levels[key] for key in keys], dtype=stack.dtype, device=stack.device)
             try:
-                inverses |= zip(keys, split_products(stack.factored_inverse(damping)), strict=True)
+                inverse = stack.invert_each(damping)
             except RuntimeError:  # torch.linalg.LinAlgError is one: each by itself
                 continue
+            if inverse is not None:
+                inverses |= zip(keys, split_operator(inverse, len(keys)), strict=True)
         return inverses
 
     def invert_block(

@@ -214,9 +214,11 @@ def least_damping(norms: Sequence[float]) -> float:
 
 def are_finite(groups: Sequence[Iterable[Tensor]]) -> list[bool]:
     """Of each group of tensors whether all of its entries are finite."""
-    sums = [[t.sum() for t in group] for group in groups]
-    sound = map(math.isfinite, read_scalars(scalar for group in sums for scalar in group))
-    return [all(list(islice(sound, len(group)))) for group in sums]  # each group to its end
+    tensors = [[t if t.is_floating_point() else t.double() for t in group] for group in groups]
+    sizes = iter(read_scalars(measure_norms([t for group in tensors for t in group])))
+    pairs = [list(zip(group, islice(sizes, len(group)), strict=True)) for group in tensors]
+    # the square of a large number may overflow
+    return [all(math.isfinite(size) or bool(t.isfinite().all()) for t, size in group) for group in pairs]
 
 
 def stay_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], size: Tensor | float = 0.0) -> bool:

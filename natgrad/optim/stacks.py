@@ -19,7 +19,7 @@ from natgrad.ground.stacks import stack_tensors
 from natgrad.ground.states import amend
 from natgrad.ground.typed_torch import torch_plain
 from natgrad.ground.whole_tensors import zeros_whole
-from natgrad.operators import split_products, stack_products
+from natgrad.operators import split_operator, stack_operators
 from natgrad.optim.state import Block, Place, Stack, Stacks
 
 
@@ -87,8 +87,8 @@ def merge(alike: Sequence[Stack]) -> Stack:
     rows = {name: tensor.unbind() for name, tensor in prepared.items()}  # in one piece: held once
     inverse, inverses = None, [block.inverse for block in blocks]
     if known := [each for each in inverses if each is not None]:
-        inverse = stack_products(known) if len(known) == len(blocks) else None
-        inverses = inverses if inverse is None else split_products(inverse)
+        inverse = stack_operators(known) if len(known) == len(blocks) else None
+        inverses = inverses if inverse is None else split_operator(inverse, len(blocks))
     blocks = tuple(
         amend(b, prepared={name: row[i] for name, row in rows.items()}, inverse=inverses[i])
         for i, b in enumerate(blocks)

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from natgrad.ground.constants import TINY
 from natgrad.ground.exchanges import Sums
 from natgrad.ground.linalg import KroneckerEigen, eigh
 from natgrad.layers import Layer, Room, Seen, factor_sizes, layer_factors, layer_inputs, layer_spectrum
@@ -232,7 +233,7 @@ def average_side(side: str, layer: Layer, totals: Statistics, weight: float) -> 
     """One factor: that of the inputs over its own positions, that of the derivatives over all rows of the loss."""
     if side != ("left" if layer.by_token else "right") or "counts" not in totals:  # as in older checkpoints
         return totals[side] / weight
-    counts = torch.where(totals["counts"] > 0, totals["counts"], 1)
+    counts = totals["counts"].clamp(min=TINY)  # nothing was added up where nothing was counted
     return totals[side] / (counts.view(-1, 1, 1) if totals[side].dim() == 3 else counts)
 
 

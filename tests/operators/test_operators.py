@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from models import F64, X3, assert_close, draw, mlp
@@ -34,8 +36,8 @@ from natgrad.operators import (
     Units,
     WrittenColumns,
     pack_operator,
-    split_products,
-    stack_products,
+    split_operator,
+    stack_operators,
     unpack_operator,
 )
 from natgrad.testing import check_operator
@@ -391,13 +393,13 @@ def test_a_factor_much_larger_than_the_other_is_solved_and_not_inverted(turned: 
     solve = KroneckerOperator(*sides, factored=True).factored_inverse(damping)
     assert isinstance(solve, KroneckerSolve)
     vector = draw(solve.size, seed=3)
-    for i, (one, part, v) in enumerate(zip(split_products(solve), damping, vector.view(2, -1), strict=True)):
+    for i, (one, part, v) in enumerate(zip(split_operator(solve, 2), damping, vector.view(2, -1), strict=True)):
         a, b = (side[i] for side in sides)
         pi = (a.diagonal().mean() / b.diagonal().mean()).sqrt()
         damped = [m + s * torch.eye(len(m), dtype=F64) for m, s in ((a, part.sqrt() * pi), (b, part.sqrt() / pi))]
         back = damped[0] @ one.mv(v).view(len(a), len(b)) @ damped[1]
         assert_close(back.reshape(-1), v, 1e-9)
-    again = stack_products([unpack_operator(pack_operator(one)) for one in split_products(solve)])
+    again = stack_operators([unpack_operator(pack_operator(one)) for one in split_operator(solve, 2)])
     assert again is not None
     assert_close(again.mv(vector), solve.mv(vector), 1e-12)
 
@@ -483,3 +485,44 @@ def test_the_shared_basis_is_the_nearest_of_its_kind(rank):
     if kept == 4:
         mean = (basis * found.spectrum.mean(0)) @ basis.mT
         assert_close(mean, blocks.mean(0), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda seed: KroneckerOperator(spd(3, seed=seed), spd(4, seed=seed), factored=True),
+        lambda seed: KroneckerOperator(spd(2, 3), seed * spd(2, 4), factored=True),
+        lambda seed: KroneckerOperator(spd(1, 3), seed * spd(1, 4), factored=True),
+        lambda seed: Units(seed * spd(5, 2)),
+        lambda seed: Units(seed * spd(1, 2)),
+    ],
+    ids=["product", "groups", "one group", "units", "one unit"],
+)
+def test_blocks_that_are_alike_are_inverted_as_one(build: Callable[[int], Operator]):
+    operators, damping = [build(1), build(2), build(5)], torch.tensor([0.3, 1.0, 2.0], dtype=F64)
+    stack = stack_operators(operators)
+    assert stack is not None
+    vectors = draw(3, operators[0].size, seed=7)
+    assert_close(stack.mv(vectors.reshape(-1)), torch.cat([op.mv(v) for op, v in zip(operators, vectors, strict=True)]))
+    inverse = stack.invert_each(damping)
+    assert inverse is not None
+    for own, each, part in zip(split_operator(inverse, 3), operators, damping, strict=True):
+        alone = each.inverse(float(part))
+        assert alone is not None
+        assert type(own) is type(alone)
+        assert_close(own.dense(), alone.dense(), 1e-13)
+
+
+@pytest.mark.parametrize(
+    "operators",
+    [
+        [Units(spd(5, 2)), Units(spd(4, 2))],
+        [Units(spd(5, 2), indefinite=True), Units(spd(5, 2), indefinite=True)],
+        [DiagonalOperator(torch.ones(3)), DiagonalOperator(torch.ones(3))],
+        [KroneckerOperator(spd(3), spd(4)), Units(spd(3, 4))],
+        [KroneckerOperator(spd(3), torch.ones(4, dtype=F64)), KroneckerOperator(spd(3), torch.ones(4, dtype=F64))],
+    ],
+    ids=["sizes", "indefinite", "diagonals", "kinds", "a diagonal factor"],
+)
+def test_blocks_that_are_not_alike_are_no_stack(operators: list[Operator]):
+    assert stack_operators(operators) is None
