@@ -30,7 +30,7 @@ from natgrad.layers.moments import (
 from natgrad.layers.recalibration import recalibrate
 from natgrad.layers.registry import register
 from natgrad.layers.taps import MatrixProduct, Tap, Taps, derivatives, record_calls
-from natgrad.layers.traced import Traced, find_products
+from natgrad.layers.traced import Traced, find_products, find_sequences
 
 __all__ = [
     "Examples",
@@ -57,6 +57,7 @@ __all__ = [
     "factor_sizes",
     "find_examples",
     "find_products",
+    "find_sequences",
     "has_no_place",
     "hear",
     "hear_rows",

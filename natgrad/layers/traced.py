@@ -29,9 +29,10 @@ from natgrad.ground.graph_nodes import (
 )
 from natgrad.ground.pure import version_of
 from natgrad.ground.spaces import Space
+from natgrad.layers.examples import Examples
 from natgrad.layers.experts import COLUMNS, NEW, ROWS, ExpertProduct, ExpertSource, expert_product, find_experts
 from natgrad.layers.kinds import Layer, Layout
-from natgrad.layers.taps import MatrixProduct
+from natgrad.layers.taps import MatrixProduct, Tap
 
 FOLLOWED = CUTS | FLIPS | {"Unsqueeze", "Squeeze", "View", "UnsafeView", "ReshapeAlias", "Clone", "ToCopy"}
 SECOND = "products with "
@@ -228,11 +229,31 @@ def find_packed(products: Iterable[TracedProduct]) -> set[nn.Module]:
     Their rows run over steps, and over the examples that are left, the longest first. Products with the inputs are of
     all steps together, whose number may be a multiple of the examples' by accident.
     """
-    counts: dict[nn.Module, set[int]] = defaultdict(set)
-    for product in products:
-        if product.layer.module is not None and "weight_hh" in product.layer.layout.names[0]:
-            counts[product.layer.module].add(len(product.inputs))
-    return {module for module, sizes in counts.items() if len(sizes) > 1}
+    return {layer.module for layer, sizes in count_steps(products).items() if layer.module and len(set(sizes)) > 1}
+
+
+def find_sequences(taps: Iterable[Tap], rows: Tensor, positions: int) -> Examples | None:
+    """Which packed sequence each row of the outputs is of; None where these are no positions of packed sequences.
+
+    Args:
+        taps: The products with recurrent matrices, among others.
+        rows: The outputs, (R, m), as many for each position.
+        positions: Their number, if they are positions.
+    """
+    for sizes in count_steps(taps).values():
+        if sum(sizes) == positions and len(set(sizes)) > 1:
+            labels = torch.cat([torch.arange(size, device=rows.device) for size in sorted(sizes, reverse=True)])
+            return Examples(max(sizes), labels.repeat_interleave(len(rows) // positions).unsqueeze(1).expand_as(rows))
+    return None
+
+
+def count_steps(taps: Iterable[Tap]) -> dict[Layer, list[int]]:
+    """The rows of every product with a recurrent matrix, one for each step."""
+    steps: dict[Layer, list[int]] = defaultdict(list)
+    for product in taps:
+        if isinstance(product, TracedProduct) and "weight_hh" in product.layer.layout.names[0]:
+            steps[product.layer].append(len(product.inputs))
+    return steps
 
 
 Leaves = Mapping[Node, tuple[Traced, torch.dtype]]

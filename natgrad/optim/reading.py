@@ -36,6 +36,7 @@ from natgrad.layers import (
     combine,
     example_squares,
     find_products,
+    find_sequences,
     hear,
     is_asking,
     partitions,
@@ -133,11 +134,11 @@ def line_up(
 def sign_examples(cotangent: Tensor, examples: Examples, generator: torch.Generator, span: Span) -> Tensor:
     """A random sign on every example's entries, out of as many draws as all processes have examples.
 
-    The statistics of layers do not change. The square of a sum over examples becomes, on average, the sum of squares;
-    for labels drawn at random it is one already.
+    The statistics of layers that tell examples apart do not change. The square of a sum over examples becomes, on
+    average, the sum of squares; for labels drawn at random it is one already.
     """
     bits = torch.randint(0, 2, (span.total,), generator=generator, device=cotangent.device)
-    return examples.scale(cotangent, 2 * bits[span.first : span.first + span.count] - 1)
+    return examples.scale(cotangent, 2 * bits[span.first : span.first + examples.count] - 1)
 
 
 def make_empty_pass(layer: Layer, cotangents: int, like: Tensor, by_token: bool) -> Seen:
@@ -411,7 +412,7 @@ class Reader:
         span, shared = self._line_up(0, 0), self.generator
         seed, squares = (2**62, 1), not self._named_by_layers()
         draws = [] if isinstance(self.estimate, (ExactLabels, Empirical)) else [seed]
-        if squares and not isinstance(self.estimate, Sampled):
+        if self._needs_signs():
             draws += [(2, span.total)] * span.cotangents
         for high, count in draws + [seed] * ((measurement is not None) + squares):
             torch.randint(high, (count,), generator=shared, device=shared.device)
@@ -436,7 +437,8 @@ class Reader:
         # labels y ~ p(y | outputs), and their scores s with E[s s^T] = M (Martens & Grosse 2015, section 5)
         drawn = [self._cotangents(self.estimate, criterion, outputs, targets, weights, examples)]
         span = self._line_up(examples.count, len(drawn[0]))
-        drawn[0] = self._share_signs(drawn[0], examples, span)
+        sequences = find_sequences(calls, rows, len(next(leaves(outputs))))
+        drawn[0] = self._share_signs(drawn[0], sequences or examples, span)
         drawn += (
             []
             if measurement is None
@@ -631,9 +633,18 @@ class Reader:
         if isinstance(self.estimate, Sampled):
             return cotangents
         cotangents = cotangents + [torch.zeros_like(cotangents[0])] * (span.cotangents - len(cotangents))
-        if self._named_by_layers():
+        if not self._needs_signs():
             return cotangents
         return [sign_examples(cotangent, examples, self.generator, span) for cotangent in cotangents]
+
+    def _needs_signs(self) -> bool:
+        """Whether a sum over examples may be squared: of a layer that does not tell them apart, or without a layer.
+
+        Labels drawn at random have signs. Exact ones are for layers that tell examples apart alone.
+        """
+        if isinstance(self.estimate, ExactLabels):
+            return not self._named_by_layers()
+        return not isinstance(self.estimate, Sampled)
 
     def _line_up(self, count: int, cotangents: int) -> Span:
         """Where this process's examples stand among all, asked once per reading, and before anything can fail."""

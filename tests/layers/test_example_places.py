@@ -11,6 +11,7 @@ from engine_state import blocks_of, metric_of
 from models import F64, Assembled, assert_close, build_seeded, draw, reference_jacobian
 from optim_models import flat, is_finite, iterate, train
 from torch import Tensor, nn
+from torch.nn import functional
 
 import natgrad as ng
 from natgrad.layers.examples import Examples, KnownPlaces, alternating, consecutive
@@ -166,6 +167,40 @@ def test_a_batch_of_a_single_example_has_one_score(name):
     score = torch.autograd.grad(outputs.square().sum(), [*model.parameters()])
     expected = torch.cat([part.reshape(-1) for part in score]).square() / outputs.numel()
     assert_close(read_diagonal(model, ng.Diagonal(estimate=Empirical()), x), expected, 1e-10)
+
+
+def build_function(run: Callable[[Any, Tensor], Tensor], *shapes: tuple[int, ...]) -> nn.Module:
+    """A function of parameters that are no module's own."""
+    return Assembled(run, p=nn.ParameterList([nn.Parameter(draw(*shape, seed=i)) for i, shape in enumerate(shapes)]))
+
+
+def run_packed(m: Any, x: Tensor) -> Tensor:
+    """Two sequences, of three positions and of one, step after step."""
+    lengths = (x != 0).any(-1).sum(1)
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    return m.inner(packed)[0].data
+
+
+UNCLEAR: dict[str, Callable[[], nn.Module]] = {
+    "a product of parameters": lambda: build_function(lambda m, x: x @ (m.p[0] @ m.p[1]).mT, (3, 2), (2, E)),
+    "beside a matrix": lambda: build_function(lambda m, x: x @ (m.p[0] + m.p[1] @ m.p[2]), (E, 3), (E, 1), (1, 3)),
+    "members": lambda: build_function(lambda m, x: torch.vmap(lambda w: (x @ w).tanh())(m.p[0]).mean(0), (3, E, 2)),
+    "experts": lambda: build_function(lambda m, x: (x.expand(3, -1, -1) @ m.p[0]).tanh().sum(0), (3, E, 2)),
+    "packed positions": lambda: Assembled(run_packed, inner=nn.RNN(E, 2, batch_first=True)),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_empirical_squares_are_sums_over_examples_where_a_layer_does_not_tell_them_apart(name):
+    """Two examples with signs: (g + h)^2 and (g - h)^2, whose mean is g^2 + h^2."""
+    model, x = build_seeded(UNCLEAR[name]), draw(2, E, seed=5)
+    x = torch.stack([draw(3, E, seed=6), functional.pad(x[:1], (0, 0, 0, 2))]) if name == "packed positions" else x
+    diagonals = torch.stack([read_diagonal(model, ng.Diagonal(estimate=Empirical(), seed=s), x) for s in range(8)])
+    expected = torch.zeros_like(diagonals[0])
+    for part in x.split(1):
+        score = torch.autograd.grad(model(part).square().sum(), [*model.parameters()])
+        expected += torch.cat([each.reshape(-1) for each in score]).square() / model(x).numel()
+    assert_close((diagonals.amax(0) + diagonals.amin(0)) / 2, expected, 1e-10)
 
 
 @pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker, ng.OnlineLowRank])
