@@ -68,11 +68,11 @@ class Seen:
         Args:
             share: A number >= 0.
             weight: Of its derivatives besides.
-            times: Of its positions, where examples are told apart; else all count once, whatever their targets do.
+            times: Of its positions.
         """
-        factor, times = (share * weight) ** 0.5, self.times if self.pooled else times * self.times
+        factor = (share * weight) ** 0.5
         deltas = [factor * deltas for deltas in self.deltas]
-        return replace(self, deltas=deltas, share=share * self.share, times=times)
+        return replace(self, deltas=deltas, share=share * self.share, times=times * self.times)
 
     @property
     def key(self) -> str:

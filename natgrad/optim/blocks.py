@@ -197,7 +197,8 @@ class Averages:
             seen = reading.layers.pop()
             of_all, positions = reading.weights.get(seen.key, rows), reading.positions.get(seen.key, math.inf)
             needed = max(FEWEST_ROWS, update.part * self.structure.rows_needed(seen.layer))
-            passed = seen.thin(needed).count_times(times * rows, weight, times)
+            # where examples are not told apart all positions count once, whatever their targets do
+            passed = seen.thin(needed).count_times(times * rows, weight, 1.0 if seen.pooled else times)
             yield Block(seen.layer.layout, seen.layer), passed, Count(times * of_all, positions)
         for name, squares in reading.squares.items():
             count = Count(times * reading.weights.get(name, rows), math.inf)

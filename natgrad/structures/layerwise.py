@@ -203,7 +203,10 @@ class Layerwise(Structure):
         held = [claim for seen in reading.layers for claim in seen.layer.claims]
         if memory is not None and set(held) != set(memory["held"]):
             memory = None  # a layer turned out not to be all there is to its parameters
-        totals, weight = self.average_statistics(reading.layers, reading.squares, memory, sums)
+        layers = reading.layers
+        if sums.add is not None:  # which weighs what every process has by its examples: means, as of the derivatives
+            layers = [seen.count_times(1.0, times=1 / reading.metric.linearization.examples) for seen in layers]
+        totals, weight = self.average_statistics(layers, reading.squares, memory, sums)
         parts = [(seen.layer.layout, self.operator(seen.layer, totals[seen.key], weight)) for seen in reading.layers]
         space = Space(params)
         parts += [diagonal_part(space, name, totals[name]["squares"] / weight) for name in reading.squares]
@@ -231,8 +234,6 @@ class Layerwise(Structure):
             sums: How what the pass gave becomes that of all processes.
         """
         before: dict[str, Statistics] = memory["totals"] if memory and self.decay else {}
-        if sums.add is not None:  # which weighs what every process has by its examples: means, as of the derivatives
-            layers = [seen.count_times(1.0, times=1 / seen.examples) for seen in layers]
         totals = {seen.key: self.advance(seen, before.get(seen.key), self.decay, sums) for seen in layers}
         for name, square in squares.items():
             totals[name] = accumulate_statistics(before.get(name), sums.total({"squares": square}), self.decay)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad as ng
+from natgrad.ground.exchanges import Sums
 
 EXPERTS, IN, OUT, TOKENS = 3, 4, 5, 12
 X, LABELS = draw(TOKENS, IN), torch.arange(TOKENS) % 3
@@ -127,3 +130,33 @@ def test_what_is_no_such_product_keeps_the_diagonal(way: Any):
     opt = ng.kfac(model, CE)
     iterate(opt, model, X, LABELS)
     assert [row.structure for row in opt.report()] == ["Diagonal"]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_processes_that_have_other_numbers_of_rows_average_the_inputs_of_all(batched: bool):
+    """By the sums that each of them gives, which count as its examples among all do."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        used, outputs = x[:, 0] > 0, x.new_zeros(len(x), OUT)
+        for rows, expert in zip((used, ~used), m.experts, strict=True):
+            outputs[rows] = x[rows] @ expert.mT if batched else expert(x[rows])
+        return outputs
+
+    experts = nn.Parameter(draw_weight()[:2]) if batched else nn.ModuleList(nn.Linear(IN, OUT) for _ in range(2))
+    model = Assembled(run, experts=experts).double()
+    params, metric = ng.trainable(model), ng.fisher(model, CE)
+
+    def add_up(parts: Sequence[Tensor]) -> Tensor:
+        sums = defaultdict[int, list[dict[str, Tensor]]](list)
+        for x in parts:
+            order, share = count(), len(x) / TOKENS
+
+            def add(fresh: dict[str, Tensor], order: Any = order, share: float = share) -> dict[str, Tensor]:
+                sums[next(order)].append({key: share * total for key, total in fresh.items()})
+                return fresh
+
+            ng.Kronecker(0.5).update(None, metric, params, x, sums=Sums(add))
+        totals = [{key: sum(part[key] for part in each) for key in each[0]} for each in sums.values()]
+        return torch.cat([(total["right"] / total["counts"].view(-1, 1, 1)).flatten() for total in totals])
+
+    assert_close(add_up(X.split([5, TOKENS - 5])), add_up([X]), 1e-12)
