@@ -15,6 +15,11 @@ from natgrad.variational.curvature import misses_kinks
 from natgrad.variational.quadrature import GaussHermite
 from natgrad.variational.targets import LOG_2PI, Moments, Target, require_no_batch
 
+MISFIT = (
+    "log_likelihood fails for f {f}, a row for each quadrature node; targets have the shape ({n},) and f has leading "
+    "dimensions: {problem}"
+)
+
 
 @dataclass(frozen=True)
 class Projected(Target):
@@ -101,20 +106,19 @@ class Projected(Target):
         return a @ mean + as_tensor_like(self.offset, mean) + nodes * deviation, deviation, nodes, weights
 
     def _evaluate(self, f: Tensor) -> Tensor:
-        """log p(y_n | f_n) of every entry."""
+        """log p(y_n | f_n) of every entry, of f (order, N).
+
+        The dimension between keeps targets (N, 1) from meeting the nodes where these are N too.
+        """
+        shape, wide = tuple(f.shape), f.unsqueeze(1)
         try:
-            logs = self.log_likelihood(f)
+            logs = self.log_likelihood(wide)
         except RuntimeError as error:
-            raise ValueError(
-                f"log_likelihood fails for f {tuple(f.shape)}, a row for each quadrature node; targets have the shape "
-                f"({f.shape[-1]},): {error}"
-            ) from error
-        if logs.shape != f.shape:
-            raise ValueError(
-                f"log_likelihood returned {tuple(logs.shape)} for f {tuple(f.shape)}, expected a number for every "
-                "entry: f comes with a leading dimension of quadrature nodes"
-            )
-        return logs.to(f)
+            raise ValueError(MISFIT.format(f=shape, n=shape[1], problem=error)) from error
+        if logs.shape != wide.shape:
+            problem = f"it returned {tuple(logs.shape)} for {tuple(wide.shape)}, expected a number for every entry"
+            raise ValueError(MISFIT.format(f=shape, n=shape[1], problem=problem))
+        return logs.squeeze(1).to(f)
 
     def _entries(self, f: Tensor, deviation: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """E of the sum of log p, and of its first and second derivative in every f_n (N,)."""

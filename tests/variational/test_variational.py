@@ -276,6 +276,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         rf"log_likelihood fails for f \(32, {len(A)}\).*targets have the shape \({len(A)},\)",
     ),
+    "as many nodes as targets in a column": (
+        lambda: variational(Projected(A, lambda f: -f.sub(A[:, :1]).square(), order=len(A)), 4).step(),
+        ValueError,
+        rf"log_likelihood fails for f \({len(A)}, {len(A)}\).*targets have the shape \({len(A)},\)",
+    ),
     "kmm": (lambda: inducing(-torch.eye(2), torch.ones(2, 3), torch.ones(3)), ValueError, "kmm is not"),
 }
 
