@@ -57,7 +57,7 @@ class Network(SlopeTarget):
         self.total: int | None = None
 
     def moments(self, mean: Tensor, root: Tensor, step: int, batch: tuple[Any, ...]) -> Moments:
-        inputs, targets = require_batch(batch)
+        inputs, targets = self._read_batch(batch)
         z, weights = self.place_points(mean, step)
         moments = [self._one(place, root.dim() == 1, inputs, targets) for place in mean + apply_root(root, z)]
         value, gradient, hessian = (
@@ -66,12 +66,12 @@ class Network(SlopeTarget):
         return Moments(value, gradient, hessian)
 
     def slopes(self, places: Tensor, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        pairs = [self._differentiate(place, *require_batch(batch))[:2] for place in places]
+        pairs = [self._differentiate(place, *self._read_batch(batch))[:2] for place in places]
         values, gradients = (torch.stack(part) for part in zip(*pairs, strict=True))
         return values, gradients
 
     def values_at(self, places: Tensor, batch: tuple[Any, ...]) -> Tensor:
-        data = require_batch(batch)
+        data = self._read_batch(batch)
         losses = [self._loss(self.space.unflatten(place), *data)[0] for place in places]
         return torch.stack([self._log_joint(loss, place) for loss, place in zip(losses, places, strict=True)])
 
@@ -83,6 +83,15 @@ class Network(SlopeTarget):
     def predict(self, place: Tensor, inputs: Any) -> Any:
         """The network's outputs. place: Its weights z, (d,)."""
         return PureModel(self.model, as_call(inputs))(self.space.unflatten(place))
+
+    def _read_batch(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+        """(inputs, targets) of a step. ValueError where the model has weights to train that q does not know."""
+        if unknown := sorted(trainable(self.model).keys() - self.space.blocks.keys()):
+            raise ValueError(
+                f"q was made without {', '.join(unknown)}, which came or were unfrozen since: make q anew, or freeze "
+                "them by requires_grad_(False)"
+            )
+        return require_batch(batch)
 
     def _one(self, place: Tensor, diagonal: bool, inputs: Any, targets: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Value, gradient and Hessian at the weights z (d,)."""

@@ -242,6 +242,14 @@ def half_line(z: Tensor) -> Tensor:
     return z.log().sum(-1)
 
 
+def unfreeze_later() -> None:
+    model = net()
+    model[0].bias.requires_grad_(False)
+    q = variational(model, criterion=nn.CrossEntropyLoss(), data_size=3)
+    model.requires_grad_(True)
+    q.step(A[:3, :3], torch.tensor([0, 1, 2]))
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "lr": (lambda: variational(regression, 4, lr=0.0), ValueError, "lr is"),
     "start": (lambda: variational(regression), ValueError, "start is None"),
@@ -268,6 +276,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "expected inputs and targets",
     ),
+    "unfrozen since": (unfreeze_later, ValueError, r"q was made without 0\.bias, which came or were unfrozen since"),
     "a batch": (lambda: variational(regression, 4).step(A), TypeError, "step takes no data"),
     "variance": (lambda: Projected(A, noisy, variance=-1.0), ValueError, "variance has negative"),
     "log_likelihood": (lambda: variational(Projected(A, lambda f: f.sum()), 4).step(), ValueError, "log_likelihood"),
