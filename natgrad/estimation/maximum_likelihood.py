@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -405,6 +405,21 @@ class Axes:
         return (self.sizes * (self.vectors.mT @ (self.scales * change)).square()).sum().sqrt()
 
 
+ATTRIBUTES = {
+    **dict.fromkeys(("bse", "tvalues", "pvalues"), "write fit.standard_errors().values, and divide fit.params by them"),
+    **dict.fromkeys(("cov_params", "hess_inv", "normalized_cov_params"), "write fit.standard_errors().covariance"),
+    "conf_int": "write fit.standard_errors().intervals()",
+    "summary": "print(fit.standard_errors()) shows a table",
+    **dict.fromkeys(("llf", "fun"), "write fit.log_likelihood, the sum over rows"),
+    "aic": "write 2 * k - 2 * fit.log_likelihood, k the number of parameters",
+    "bic": "write k * math.log(n) - 2 * fit.log_likelihood, k the number of parameters and n of rows",
+    **dict.fromkeys(("success", "converged", "mle_retvals", "message"), "fit.status says how it ended"),
+    "nit": "write fit.steps",
+    **dict.fromkeys(("x", "estimate", "coef_"), "write fit.params"),
+}
+"""Names of statsmodels' and SciPy's results, and what stands for them in a fit."""
+
+
 @dataclass(frozen=True, repr=False)
 class MaximumLikelihood:
     """What `maximize_likelihood` gives.
@@ -434,6 +449,12 @@ class MaximumLikelihood:
             f"MaximumLikelihood({self.status} after {self.steps} steps, {self.distance:.2g} standard errors a step, "
             f"log likelihood {self.log_likelihood:.6g})"
         )
+
+    if not TYPE_CHECKING:  # a checker knows the attributes that there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{text}: {ATTRIBUTES[name]}" if name in ATTRIBUTES else text, name=name, obj=self)
 
     def standard_errors(self, metric: Metric | None = None, *, robust: bool = False) -> StandardErrors:
         """`ng.standard_errors` at the estimate.

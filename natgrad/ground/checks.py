@@ -43,6 +43,12 @@ def check_range(name: str, value: Any, interval: str, *, hint: str = "") -> None
         raise ValueError(f"{name} is {value!r}, expected a number in {interval}{hint}")
 
 
+def check_tensor(name: str, value: Any) -> None:
+    """TypeError for what is no tensor, as a NumPy array or a table is none."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {type(value).__name__}, expected a tensor: torch.as_tensor({name})")
+
+
 def check_share(name: str, value: Any) -> None:
     """Check that a value is a number in [0, 1), such as the weight of the past."""
     check_range(name, value, "[0, 1)")

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from natgrad.ground.checks import check_integer, check_positive, check_share, is_integer
 from natgrad.ground.exchanges import any_asks, share_count, sum_numbers, sum_tensors
 from natgrad.ground.linalg import all_finite
-from natgrad.ground.messages import write_choices
+from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, join_callbacks, run_steps
 from natgrad.ground.pure import set_modes_aside
 from natgrad.ground.spaces import check_recorded
@@ -163,6 +163,7 @@ class WakeSleep:
         return joined.bound
 
     @set_modes_aside
+    @explain_calls
     def fit(
         self,
         x: Tensor,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.ground.checks import check_integer, check_range
+from natgrad.ground.checks import check_integer, check_range, check_tensor
 
 
 class PointWeights(ABC):
@@ -134,6 +134,8 @@ def draw_where_large(
         tensor([0.5000, 0.7500])
     """
     count = check_integer("count", count)
+    check_tensor("pool", pool)
+    check_tensor("residuals", residuals)
     if pool.dim() < 2 or residuals.dim() not in (1, 2) or len(residuals) != len(pool):
         raise ValueError(
             f"pool has shape {tuple(pool.shape)} and residuals {tuple(residuals.shape)}, expected (b, d) and (b,) or "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_number
 from natgrad.ground.exchanges import any_asks, sum_numbers, sum_tensors
-from natgrad.ground.messages import write_choices
+from natgrad.ground.messages import explain_calls, write_choices
 from natgrad.ground.progress import Callbacks, Progress, join_callbacks
 from natgrad.ground.pure import as_call, leaves, map_tensors, run_detached, set_modes_aside
 from natgrad.optim import Processes
@@ -220,6 +220,7 @@ class Fitted(ABC):
         self.steps, self.lr = state["steps"], state["lr"]
 
     @set_modes_aside
+    @explain_calls
     def fit(
         self,
         steps: int = 100,
@@ -290,7 +291,7 @@ class Fitted(ABC):
                 if not trouble and not bounds.converged and self.lr < rate * SMALLEST**0.5:
                     trouble = NO_RATE
                 if trouble:
-                    warnings.warn(trouble, RuntimeWarning, stacklevel=3)  # beyond the wrapper
+                    warnings.warn(trouble, RuntimeWarning, stacklevel=4)  # beyond the wrappers
                 self._measure_error(bounds, tolerance)
         except KeyboardInterrupt:
             self.restore(here)
@@ -345,7 +346,7 @@ class Fitted(ABC):
                 "is fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
                 f"tolerance={bounds.error:.1g}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_tensor
 from natgrad.ground.linalg import require_factor, safe_cutoff
 from natgrad.ground.typed_torch import as_tensor_like
 from natgrad.variational.curvature import misses_kinks
@@ -38,6 +39,7 @@ class Projected(Target):
 
     Raises:
         ValueError: If rows are no floating-point matrix, or a variance is negative.
+        TypeError: If rows are no tensor.
 
     Example:
         >>> x = torch.randn(100, 3, dtype=torch.float64)
@@ -58,6 +60,7 @@ class Projected(Target):
     prior_share: float = 1.0
 
     def __post_init__(self) -> None:
+        check_tensor("rows", self.rows)
         if self.rows.dim() != 2 or not self.rows.is_floating_point():
             raise ValueError(f"rows has shape {tuple(self.rows.shape)}, expected a floating-point A (N, d)")
         if bool((torch.as_tensor(self.variance) < 0).any()):
@@ -164,6 +167,8 @@ def inducing(kmm: Tensor, kmn: Tensor, knn: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: If kmm is not positive definite.
     """
+    for name, part in (("kmm", kmm), ("kmn", kmn), ("knn", knn)):
+        check_tensor(name, part)
     enough = max(1e-6, 10 * safe_cutoff(len(kmm), kmm.dtype))
     factor = require_factor(kmm, f"kmm is not positive definite; add {enough:.0e} of its mean diagonal to its diagonal")
     rows = torch.linalg.solve_triangular(factor, kmn, upper=False).mT

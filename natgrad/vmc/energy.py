@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from natgrad.ground.checks import check_tensor
 from natgrad.ground.exchanges import share_count
 from natgrad.optim import Processes
 
@@ -84,6 +85,7 @@ def estimate_energy(
         >>> energy.settled, abs(energy.mean) < 4 * energy.error
         (True, True)
     """
+    check_tensor("local_energies", local_energies)
     values = local_energies.detach().reshape(1, -1) if local_energies.dim() == 1 else local_energies.detach()
     values = values.to(torch.complex128 if values.is_complex() else torch.float64)
     shares = torch.full(values.shape, 1 / values.numel(), dtype=torch.float64, device=values.device)

@@ -51,6 +51,14 @@ def ode(x: Any, u: Any) -> Any:
     return u(x) - x
 
 
+def log_joint(z: torch.Tensor) -> torch.Tensor:
+    return -z.square().sum(-1)
+
+
+def fit_mean() -> Any:
+    return ng.maximize_likelihood(lambda p, x: -(x - p).square().sum(), torch.zeros(3), X.float())
+
+
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "criteria as heads": (lambda: ng.Heads(CE, nn.MSELoss()), r"\(ng.Categorical\(\), 10\)"),
     "a scripted model": (lambda: ng.kfac(torch.jit.script(NET), CE), "torch.jit.script"),
@@ -89,6 +97,19 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "make them a tensor of the data",
     ),
     "weights of DeepXDE's": (lambda: ng.residuals(NET, {"inside": ode}, loss_weights=[1]), "by the names of the terms"),  # type: ignore[call-arg]
+    "steps of Pyro's": (
+        lambda: ng.variational(log_joint, 2).fit(num_steps=9),
+        r"did you mean 'steps'\?; expected fit\(",
+    ),  # type: ignore[call-arg]
+    "an argument of a machine's": (
+        lambda: ng.WakeSleep(ng.HelmholtzMachine([2, 1])).fit(X, n_epochs=9),  # type: ignore[call-arg]
+        r"did you mean 'epochs'\?; expected fit\(x",
+    ),
+    "a criterion of statsmodels'": (lambda: fit_mean().aic, r"'aic': write 2 \* k - 2 \* fit.log_likelihood"),
+    "errors of statsmodels'": (lambda: fit_mean().bse, r"'bse': write fit.standard_errors\(\).values"),
+    "a pool of NumPy's": (lambda: ng.residuals.draw_where_large(X.numpy(), Y, 2), r"as_tensor\(pool\)"),  # type: ignore[arg-type]
+    "rows of NumPy's": (lambda: ng.variational.Projected(X.numpy(), abs), r"rows is ndarray, expected a tensor"),  # type: ignore[arg-type]
+    "energies of NumPy's": (lambda: ng.vmc.estimate_energy(X.numpy()), r"local_energies is ndarray"),  # type: ignore[arg-type]
     "an optimizer's loop": (lambda: ng.kfac(NET, CE).fit(X, Y), r"step\(\)"),
 }
 
