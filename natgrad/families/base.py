@@ -42,6 +42,9 @@ class Likelihood(Explained):
     masks: bool = False
     """Whether targets may be missing."""
 
+    needs_targets: ClassVar[bool] = True
+    """Whether its loss is of targets; where it is not, the targets are None."""
+
     @abstractmethod
     def nll(self, outputs: Any, targets: Any) -> Tensor:
         """-log p(targets | outputs) in nats, one number per row (R,), constants included.
@@ -290,6 +293,7 @@ class LogDensity(Likelihood):
         >>> opt.step()
     """
 
+    needs_targets: ClassVar[bool] = False
     note: ClassVar[str] = "metric: the empirical Fisher, of log p(x) at the x that came, not over draws of the model"
 
     def rows(self, outputs: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -196,6 +196,7 @@ class GaussianPosterior(DiagonalForm):
         >>> opt.step()
     """
 
+    needs_targets: ClassVar[bool] = False
     beta: float = 1.0
 
     def __post_init__(self) -> None:

@@ -342,7 +342,7 @@ class EmpiricalFisher(PullbackMetric):
         return (family.family if isinstance(family, Entrywise) else family).rows(outputs)
 
     def form(self, linearization: Linearization, outputs: Any, targets: Any, seed: int) -> tuple[Form, Tensor | None]:
-        if targets is None and self.needs_targets:
+        if targets is None and self.criterion.family.needs_targets:
             raise ValueError(
                 "targets is None: the empirical Fisher needs the data's targets; pass (inputs, targets), compute the "
                 "loss with optimizer.loss(outputs, targets), or use ng.fisher without them"
@@ -365,7 +365,10 @@ class Covariance(Metric):
 
     moment: EmpiricalFisher
     centred: bool = False
-    needs_targets = True
+
+    @property
+    def needs_targets(self) -> bool:  # type: ignore[override]
+        return self.moment.needs_targets
 
     @property
     def criterion(self) -> Criterion:

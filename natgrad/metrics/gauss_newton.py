@@ -151,7 +151,7 @@ class Hessian(Metric):
     @explain_at
     def at(self, params: Params, inputs: Any, *, random: RandomState | None = None) -> Curvature:
         data, targets = split_targets(inputs)
-        if targets is None:
+        if targets is None and self.criterion.family.needs_targets:
             raise ValueError(
                 "targets is None: the Hessian of the loss needs them; pass (inputs, targets), compute the loss with "
                 "optimizer.loss(outputs, targets), or use ng.fisher, which needs none"

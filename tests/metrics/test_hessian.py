@@ -7,6 +7,7 @@ import torch
 from models import F64, assert_close, draw
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
+from torch.nn import functional
 
 import natgrad as ng
 
@@ -61,6 +62,29 @@ def test_auto_takes_solvers_that_stand_negative_eigenvalues():
     assert_close(ng.Auto().solve(H, b).value, expected @ b, 1e-6)
     assert isinstance(ng.Auto(dense=3).choose(H), ng.MinresQLP)
     assert isinstance(ng.Auto(dense=3).choose(2.0 * H.shift(0.1) + H), ng.MinresQLP)
+
+
+@pytest.mark.parametrize(("family", "width"), [(ng.GaussianPosterior(), 4), (ng.LogDensity(), 1)])
+def test_losses_without_targets_have_their_derivatives(family, width):
+    model = nn.Linear(3, width).double()
+    params, sizes = ng.trainable(model), [p.numel() for p in model.parameters()]
+
+    def losses(theta):
+        weight, bias = theta.split(sizes)
+        return family.nll(functional.linear(X, weight.view(width, 3), bias), None)
+
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    expected = torch.autograd.functional.hessian(lambda theta: losses(theta).mean(), theta)
+    assert_close(ng.hessian(model, family).at(params, (X, None)).dense(), expected, 1e-12)
+    scores = torch.autograd.functional.jacobian(losses, theta)
+    metric = ng.empirical_fisher(model, family)
+    moment = metric.at(params, (X, None) if metric.needs_targets else X)
+    assert_close(moment.dense(), scores.mT @ scores / len(X), 1e-12)
+    for build in (ng.hessian, ng.empirical_fisher, ng.covariance):
+        opt = ng.NaturalGradient(model, build(model, family), damping=1.0)
+        opt.zero_grad()
+        opt.loss(model(X), None).backward()
+        opt.step()
 
 
 @pytest.mark.parametrize(
