@@ -25,6 +25,9 @@ DIGITS = 40.0
 SMALLEST_RATIO = 1e-3
 """p below which log(-log(1 - p) / p) is taken from its series."""
 
+FAINT = -80.0
+"""log p below which p is lost beside one: x log p is then all that log p(x) has of it."""
+
 LARGEST_SUM, SUMMED, FAR = math.log(0.25), 28, 3.0
 """log p up to which that many terms of -log(1 - p) / p have all digits; and what lies far below it, in log p."""
 
@@ -110,13 +113,14 @@ class NegativeBinomial(PowerSeries):
     def log_prob(self, theta: Tensor, x: Tensor) -> Tensor:
         """By Stirling's formula for the three log Gamma: what they have in common cancels by hand."""
         x = self.statistics(self.as_numbers(x, theta.dtype)).squeeze(-1)
-        (p, rest), r = self._split(theta), torch.as_tensor(self.failures, dtype=theta.dtype, device=theta.device)
+        above, below = split_faint(self.check(theta))
+        (p, rest), r = self._split(above), torch.as_tensor(self.failures, dtype=theta.dtype, device=theta.device)
         some, away = torch.where(x > 0, x, 1.0), x * rest - r * p
         total = some + r
         main = r * ratio_gap(total * rest, r, away) + some * ratio_gap(total * p, some, -away)
         rests = [stirling_rest(each, torch.lgamma) for each in (total, r, some)]
         logs = 0.5 * (r.log() - total.log() - some.log()) - HALF_LOG_2PI + rests[0] - rests[1] - rests[2] - main
-        return torch.where(x > 0, logs, r * log_one_minus_exp(theta[..., 0]))
+        return torch.where(x > 0, logs + x * below[..., 0], r * log_one_minus_exp(theta[..., 0]))
 
     @in_double
     def kl(self, theta: Tensor, other: Tensor) -> Tensor:
@@ -178,6 +182,7 @@ class Logarithmic(PowerSeries):
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
         """-E[log x] = integral of (E[e^(-x t)] - e^-t) / t over t > 0, E[e^(-x t)] = log(1 - p e^-t) / log(1 - p)."""
+        theta = split_faint(self.check(theta))[0]
         (p, rest), log_rest = self._split(theta), log_one_minus_exp(theta[..., 0])
 
         def integrand(t: Tensor) -> Tensor:
@@ -227,6 +232,7 @@ class Logarithmic(PowerSeries):
         return (gap + excess / rest) / start - ratio_gap(-log_one_minus_exp(goal), start, gap + away / rest)
 
     def expectation(self, theta: Tensor) -> Tensor:
+        theta = split_faint(self.check(theta))[0]
         p, rest = self._split(theta)
         return (p / (-rest * log_one_minus_exp(theta[..., 0]))).unsqueeze(-1)
 
@@ -244,6 +250,12 @@ class Logarithmic(PowerSeries):
         log_p = (-torch.expm1(torch.rand(shape, **like) * rest.log())).log()
         counts = 1 + (torch.log1p(-torch.rand(shape, **like)) / log_p).floor()
         return torch.where(log_p == 0, 1.0, counts).clamp(1, torch.finfo(theta.dtype).max).unsqueeze(-1)
+
+
+def split_faint(theta: Tensor) -> tuple[Tensor, Tensor]:
+    """log p, at least `FAINT`, and what it is below that."""
+    above = theta.clamp(min=FAINT)
+    return above, theta - above
 
 
 def log_one_minus_exp(log_p: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from natgrad.families import (
     ComplexNormal,
     DiagonalNormal,
     FixedMeanNormal,
+    Geometric,
     InverseGamma,
     InverseGaussian,
     Logarithmic,
@@ -25,6 +26,7 @@ from natgrad.families import (
     Weibull,
     Wishart,
 )
+from natgrad.families.power_series import PowerSeries
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -33,6 +35,22 @@ def test_the_logarithmic_series_is_summed_where_p_is_small_too():
     theta = tensor([-30.0, -12.0, -8.0, -7.0, -6.9, -1.0, -1e-3]).unsqueeze(1)
     expected = (-torch.log1p(-theta.exp())).log().squeeze(1)
     assert_close(Logarithmic().log_partition(theta), expected, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("family", [NegativeBinomial(3), Geometric(), Logarithmic()], ids=repr)
+def test_counts_whose_p_underflows_are_the_smallest_ones(family: PowerSeries, dtype: torch.dtype):
+    """Of x above it log p(x) is x log p and what does not depend on p."""
+    theta = torch.tensor([-90.0, -104.0, -746.0, -1e4], dtype=dtype).unsqueeze(1).requires_grad_()
+    for count in (1.0, 5.0):
+        logs = family.log_prob(theta, torch.tensor([count], dtype=dtype))
+        expected = (count - family.least) * theta.squeeze(1) + family.log_base(torch.tensor([count], dtype=dtype))
+        assert_close(logs, expected, rtol=10 * torch.finfo(dtype).eps, atol=0)
+        slopes = torch.autograd.grad(logs.sum(), theta)[0]
+        assert_close(slopes, torch.full_like(slopes, count - family.least), rtol=10 * torch.finfo(dtype).eps, atol=0)
+    assert_close(family.expectation(theta), torch.full_like(theta, family.least), rtol=1e-6, atol=1e-30)
+    assert_close(family.entropy(theta), torch.zeros_like(theta[:, 0]), rtol=0, atol=1e-14)
+    assert_close(family.mean_log_base(theta), torch.zeros_like(theta[:, 0]), rtol=0, atol=1e-5)
 
 
 def test_the_scatter_operator_has_its_inverse():
