@@ -237,6 +237,7 @@ class Ascent:
         direction, slope = self.propose()
         self.distance = math.sqrt(max(self.count * slope, 0.0))
         length, rise = self.search(direction, slope)
+        long = length >= 1
         if length < SHORT and not self.edge:
             direction, length, rise = max((direction, length, rise), *self.try_alone(direction), key=lambda way: way[2])
             self.edge = False
@@ -248,12 +249,16 @@ class Ascent:
         change = length * direction
         old, self.theta = self.axes, self.theta + change
         self.read()
-        # towards a maximum at infinity the likelihood levels off, and the information along the way with it
+        # towards a maximum at infinity the likelihood levels off, and the information along the way with it; or it
+        # rises for ever, and a whole step leaves as far to go
         fall = (self.axes.measure(change) / old.measure(change)).log().abs()
+        nearer = self.distance < 0.9 * before
         if float(fall) > (DRAWN if isinstance(self.metric, SampledInformation) else RESTLESS):
             self.restless += 1
-        elif self.distance < 0.9 * before and self.axes.rank == self.rank:
+        elif nearer and rise > self.noise and self.axes.rank == self.rank:
             self.restless = 0
+        elif long and rise > self.noise and not nearer:
+            self.restless += 1
         self.idle = self.idle + 1 if rise <= self.noise and self.distance > before / 2 else 0
         return self.explain(slope, bound) if self.idle == IDLE or self.distance <= bound else None
 
@@ -322,11 +327,9 @@ class Ascent:
 
     def judge(self, status: Status) -> Status:
         """The status, seen from where the fit ended."""
-        if status not in SETTLED:
+        if status not in SETTLED or status == "kink":  # there the second derivative is not that of the function
             return "unbounded" if status != "max_steps" and self.restless >= FEW else status
         level = "unbounded" if self.restless else status
-        if status == "kink":  # there the second derivative is not that of the function
-            return level
         curvature = ObservedInformation(self.metric.likelihood).at(self.params, self.data).dense()
         observed, given = (part / self.scales / self.scales.unsqueeze(1) for part in (curvature, self.matrix))
         values = eigh(observed)[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import F64, draw, pair
 from torch import Tensor, nn
-from torch.distributions import Bernoulli, Beta, Dirichlet, Distribution, Laplace, Normal, Poisson
+from torch.distributions import Bernoulli, Beta, Dirichlet, Distribution, Gamma, Laplace, Normal, Poisson, VonMises
 from torch.testing import assert_close
 
 import natgrad as ng
@@ -113,6 +113,11 @@ def fit_groups(function: Any, columns: Tensor, metric: Any) -> Any:
     return fit_quietly(function, START, (columns, bits), metric=metric(function, START))
 
 
+def fit_equal(kind: Callable[[Tensor, Tensor], Distribution]) -> ng.estimation.MaximumLikelihood:
+    start, y = {"a": ZERO + 0.5, "b": ZERO + 0.5}, torch.full((20,), 0.3, dtype=F64)
+    return fit_quietly(lambda p: kind(p["a"].exp(), p["b"].exp()), start, y)
+
+
 NO_MAXIMUM: dict[str, tuple[Callable[[], Any], str]] = {
     "a variance that falls to 0": (
         lambda: fit_quietly(normal, dict.fromkeys(BOTH, ZERO), torch.ones(50, dtype=F64)),
@@ -138,6 +143,7 @@ NO_MAXIMUM: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fit_quietly(lambda p, y: -normal(p).log_prob(y), dict.fromkeys(BOTH, ZERO), NOISE),
         "unbounded",
     ),
+    **{f"equal rows of a {kind.__name__}": (partial(fit_equal, kind), "unbounded") for kind in (Gamma, Beta, VonMises)},
     "one that levels off": (
         lambda: fit_quietly(lambda p, y: -y.square() * (-p["mean"]).exp(), {"mean": ZERO}, NOISE),
         "unbounded",
