@@ -376,8 +376,11 @@ class PointDerivatives(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):  # torch.func refuses it
-            return args[0] if args[0].requires_grad else args[0] + self.nothing
+        if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
+            try:
+                return func(*args, **kwargs)  # of what torch.func.grad differentiates in
+            except RuntimeError:  # torch.func refuses it elsewhere
+                return args[0] if args[0].requires_grad else args[0] + self.nothing
         if func is torch.autograd.grad:
             kwargs = {**kwargs, "create_graph": True}
         return func(*args, **kwargs)

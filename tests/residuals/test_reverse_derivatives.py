@@ -51,6 +51,16 @@ def by_coordinate(u: Any, x: Tensor) -> Tensor:
     return slope(slope(y, a), a) + slope(slope(y, b), b) + torch.sin(a)
 
 
+def by_torch_func(u: Any, x: Tensor) -> Tensor:
+    return torch.func.hessian(u)(x)[0].trace() + torch.sin(x[0])
+
+
+def by_both(u: Any, x: Tensor) -> Tensor:
+    x.requires_grad_()
+    first = torch.func.jacrev(u)(x)[0]
+    return sum((slope(first[i], x)[i] for i in range(2)), start=torch.sin(x[0]))
+
+
 def linearise(net: nn.Module, term: Term, points: Tensor) -> LinearisedTerms:
     opt = ng.residuals(net, {"inside": term})
     with warnings.catch_warnings():
@@ -66,7 +76,9 @@ def check_same(net: nn.Module, term: Term, own: Term) -> None:
     assert_close(found.operator.rows.dense(), expected.operator.rows.dense(), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("term", [in_place, on_a_copy, without_asking, without_a_graph, by_coordinate])
+@pytest.mark.parametrize(
+    "term", [in_place, on_a_copy, without_asking, without_a_graph, by_coordinate, by_torch_func, by_both]
+)
 def test_second_derivatives_are_those_of_the_laplacian(term: Term):
     check_same(perceptron(2, 6, 1), term, lambda u, x: ng.laplacian(u, x) + torch.sin(x[0]))
 
