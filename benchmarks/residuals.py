@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ def figures(seeds: range, choices: ChosenTables) -> Iterator[tuple[str, ...]]:
 
 # what a term takes that calls `torch.autograd.grad` at its point
 
-DERIVATIVES_TITLE = "A step with -laplacian(u) by torch.autograd.grad, over one with ng.laplacian"
+DERIVATIVES_TITLE = "A step with derivatives by torch.autograd.grad, over one with natgrad's own"
 DERIVATIVES_HEADS = ("100 points", "1000 points")
 NETS = ((2, 32, 1), (2, 64, 64, 1), (5, 40, 40, 1))
 
@@ -219,19 +220,27 @@ def differentiate_twice(u: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.stack([torch.autograd.grad(part, x, create_graph=True)[0][i] for i, part in enumerate(slope)]).sum()
 
 
+def differentiate_four_times(u: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The Laplacian of the Laplacian at one point, by backward passes."""
+    return differentiate_twice(lambda y: differentiate_twice(u, y), x)
+
+
+OPERATORS = {"laplacian": (ng.laplacian, differentiate_twice), "biharmonic": (ng.biharmonic, differentiate_four_times)}
+
+
 def time_derivatives(repeats: int) -> Iterator[tuple[str, ...]]:
-    """One row per network, the same steps in turn, in double precision."""
-    for sizes in NETS:
+    """One row per operator and network, the same steps in turn, in double precision."""
+    for (name, (own, by_autograd)), sizes in product(OPERATORS.items(), NETS):
         cells = list[str]()
         for count in (100, 1000):
             inside = torch.rand(count, sizes[0], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-            def build(laplacian: Callable[..., Tensor], sizes: Any = sizes, x: Tensor = inside) -> Callable[[], object]:
+            def build(operator: Callable[..., Tensor], sizes: Any = sizes, x: Tensor = inside) -> Callable[[], object]:
                 torch.manual_seed(0)
                 net = build_net(sizes)
-                opt = ng.residuals(net, {"inside": lambda u, x: laplacian(u, x) + x.sin().prod()})
+                opt = ng.residuals(net, {"inside": lambda u, x: operator(u, x) + x.sin().prod()})
                 return lambda: opt.step(inside=x)
 
-            works = {"autograd": build(differentiate_twice)}
-            cells.append(str(ratios(build(ng.laplacian), works, repeats)["autograd"]))
-        yield "-".join(map(str, sizes)), *cells
+            works = {"autograd": build(by_autograd)}
+            cells.append(str(ratios(build(own), works, repeats)["autograd"]))
+        yield f"{name}, {'-'.join(map(str, sizes))}", *cells
