@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from natgrad.ground.pure import check_followed, run_detached
 from natgrad.policy.heads import GaussianHead, Head, MultiDiscreteHead
 
+CLOSE = 1e-3
+"""How far the rows of two calls may differ: above round-off in single precision."""
+
 
 class Actor(nn.Module):
     """states (b, ...) -> rows (b, width) of action parameters, by a policy module."""
@@ -43,6 +46,12 @@ class Actor(nn.Module):
             raise wrong from error
         if rows.shape != (batch, head.width) or not rows.is_floating_point():
             raise wrong
+        if not torch.allclose(run_detached(lambda: self(states)), rows, rtol=CLOSE, atol=CLOSE):
+            raise ValueError(
+                "policy returned other rows for the same states when it was called again, expected rows that depend on "
+                "the states alone: one that remembers or draws has no probability of an action in a state; in place of "
+                "a memory give it past observations, gymnasium.wrappers.FrameStackObservation(env, 4)"
+            )
 
     def forward(self, states: Tensor) -> Tensor:
         outputs = self.policy(states.permute(self.order))

@@ -313,6 +313,16 @@ class Wrong(nn.Module):
         return self.weight.expand(len(x), *self.shape)
 
 
+class Remembering(nn.Linear):
+    """Rows that grow with every call."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) + self.calls
+
+
 WALK = Walk()
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "radius": (lambda: small(radius=0.0), ValueError, "radius is 0.0, expected a finite number > 0"),
@@ -322,6 +332,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "two, theirs": (lambda: small(lr=0.1, target_kl=0.1, kind=ng.NaturalPolicyGradient), TypeError, "lr and target_kl"),
     "width": (lambda: small(policy=nn.Linear(2, 3)), ValueError, r"policy returned a tensor \(.*3\).*expected rows"),
     "three dimensions": (lambda: small(policy=Wrong((1, 1))), ValueError, "policy returned"),
+    "memory": (lambda: small(policy=Remembering(2, 1)), ValueError, "past observations, gymnasium.*FrameStackObs"),
     "input width": (lambda: small(policy=nn.Linear(3, 1)), ValueError, "module Linear failed on states of shape"),
     "critic": (lambda: small(critic=nn.Linear(2, 2)), ValueError, "critic returned"),
     "no parameters": (lambda: small(policy=nn.Tanh()), ValueError, "no parameter"),
