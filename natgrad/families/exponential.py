@@ -31,8 +31,8 @@ class ExponentialFamily(Explained):
 
     theta and eta have shape (..., n), x (..., event): leading dimensions are batches, and gradients flow through all
     methods. eta = E[T] = grad psi are the expectation coordinates; Hess psi = Cov(T) is the Fisher matrix in theta, its
-    inverse that in eta. A subclass sets `size` and writes `statistics`, `log_partition` and `draw`; it overrides what
-    it knows in closed form.
+    inverse that in eta. A subclass sets `size` and writes `statistics`, `log_partition` and `draw`, `log_base` and
+    `mean_log_base` where h(x) is not 1; it overrides what it knows in closed form.
 
     Attributes:
         size: n.

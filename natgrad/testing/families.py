@@ -128,7 +128,7 @@ def check_exponential_family(
     Exactly: expectation = grad psi, covariance = Hess psi = fisher, natural undoes expectation, KL is the Bregman
     divergence of psi, the Fisher matrix in the expectation parameters is the inverse, batches are rows, gradients flow
     through `natural`. By draws, within six standard errors: E[T] = eta, Cov(T) = fisher, E[log p - log q] = KL, -E[log
-    p] = entropy.
+    p] = entropy, and where x is one number how often it comes = p.
 
     Args:
         family: With n linearly independent statistics.
@@ -208,3 +208,20 @@ def _require_draws(family: ExponentialFamily, theta: Tensor, samples: int) -> No
     require_mean("-E[log p] against family.entropy", -log_p, family.entropy(theta))
     ratio = log_p[:, 0] - family.log_prob(theta[1], first[:, 0])
     require_mean("E[log p - log q] against family.kl", ratio, family.kl(theta[0], theta[1]))
+    if first[0, 0].numel() == 1:
+        _require_density(family, theta[0], first[:, 0])
+
+
+def _require_density(family: ExponentialFamily, theta: Tensor, draws: Tensor) -> None:
+    """How often numbers come is p: the frequent ones, or those between the quartiles where none comes often."""
+    values, counts = draws.unique(return_counts=True)
+    often = values[counts > len(draws) ** 0.5]
+    if len(often):
+        hits, share = torch.isin(draws, often), family.log_prob(theta, often.view(-1, *draws[0].shape)).exp().sum()
+    else:
+        low, high = (values[int(share * len(values))] for share in (0.25, 0.75))
+        grid = low + (high - low) * torch.linspace(0, 1, 2001, dtype=theta.dtype, device=theta.device)
+        hits = (low <= draws) & (draws <= high)
+        share = torch.trapezoid(family.log_prob(theta, grid.view(-1, *draws[0].shape)).exp(), grid)
+    what = "how often x comes against exp(family.log_prob), which lacks log_base(x) = log h(x) or a constant of psi,"
+    require_mean(what, hits.flatten().to(theta.dtype), share.reshape(()))

@@ -34,12 +34,14 @@ class Counts(ng.ExponentialFamily):
         return torch.poisson(rate, generator=None if self.lie == "draw" else generator)
 
     def log_base(self, x: Tensor) -> Tensor:
-        return -torch.lgamma(x + 1)
+        return -torch.lgamma(x + 1) if self.lie != "base" else torch.zeros_like(x)
 
     def mean_log_base(self, theta: Tensor) -> Tensor:
         k = torch.arange(200, dtype=theta.dtype)
         p = torch.exp(theta * k - theta.exp() - torch.lgamma(k + 1))
-        return -(p * torch.lgamma(k + 1)).sum(-1) if self.lie != "entropy" else theta.new_zeros(theta.shape[:-1])
+        return theta.new_zeros(theta.shape[:-1]) - (p * torch.lgamma(k + 1)).sum(-1) * (
+            self.lie not in ("entropy", "base")
+        )
 
     def expectation(self, theta: Tensor) -> Tensor:
         return super().expectation(theta) * (1.01 if self.lie == "expectation" else 1)
@@ -59,6 +61,7 @@ LIES = {
     "statistics": r"E\[T\]",
     "draw": "one generator state|global random state",
     "entropy": r"-E\[log p\]",
+    "base": r"lacks log_base\(x\) = log h\(x\)",
     "expectation": "grad psi",
     "covariance": "Hess psi",
     "natural": "d natural",
