@@ -143,7 +143,7 @@ def describe_unknown(criterion: Any) -> str:
     return (
         f"criterion is {describe(criterion)}, which is not a likelihood known to natgrad; "
         f"expected one of {', '.join(kind.__name__ for kind in KNOWN)}, or an ng likelihood (ng.Categorical(), ..., or "
-        f"your own with nll and sample){wrap if callable(criterion) else ''}"
+        f"your own: a class on ng.Likelihood, with nll and sample){wrap if callable(criterion) else ''}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,6 +155,7 @@ REJECTED = {
     "a class instead of an instance": nn.CrossEntropyLoss,
     "a module": nn.Linear(2, 2),
     "None": None,
+    "its methods alone": SimpleNamespace(nll=abs, sample=abs),
 }
 
 
@@ -165,6 +167,7 @@ def test_what_is_no_likelihood_is_rejected_by_name(name):
     assert message.startswith("criterion is ")
     assert "CrossEntropyLoss" in message
     assert "expected" in message
+    assert "your own: a class on ng.Likelihood" in message or isinstance(REJECTED[name], type)
 
 
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.NLLLoss])
