@@ -321,8 +321,9 @@ def agree_on_loss(own: Tensor, value: Tensor, criterion: Criterion) -> bool:
     raise ValueError(
         f"the model returned the loss {float(pair[0]):.5g}, and of its logits {criterion} is {float(pair[1]):.5g}: "
         'build the optimizer with the loss that the model computes, as "token_cross_entropy(ignore_index=-1)", or '
-        "leave the targets out of the model's call, for the criterion's alone. A term that the model adds goes beside "
-        "it: (opt.loss(logits, targets) + term).backward()"
+        "model.loss_function of a language model of transformers, which shifts the labels; or leave the targets out of "
+        "the model's call, for the criterion's alone. A term that the model adds goes beside it: (opt.loss(logits, "
+        "targets) + term).backward()"
     )
 
 
