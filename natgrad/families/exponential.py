@@ -404,7 +404,8 @@ class ExponentialFamily(Explained):
         """What an error message says of a theta whose Fisher matrix has no inverse."""
         return (
             f"the Fisher matrix of {self!r} is singular in this dtype: expected theta off the edge of its domain, "
-            "where distributions no longer differ, and statistics that do not depend on one another"
+            "where distributions no longer differ, and statistics that do not depend on one another, as "
+            "SubModel(family, free) has without some of them"
         )
 
     def __repr__(self) -> str:

@@ -163,7 +163,7 @@ def test_why_a_flow_ends():
         flow(F, TOY, [0.5, 0.5], 1.0, MU)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="last time"):
         flow(F, TOY, point(0.5, 0.5), 0.0, MU)
-    with pytest.raises(ValueError, match="statistics that do not depend on one another"):
+    with pytest.raises(ValueError, match=r"depend on one another, as SubModel\(family, free\)"):
         flow(lambda theta: theta[..., 0], ng.Categorical(3), torch.zeros(3).double(), 1.0)
     with pytest.raises(ValueError, match="independence model"):
         probability_coordinates(Ising(2))
