@@ -69,14 +69,13 @@ class SpectralProgress(Rule):
 
     An embedding moves along R n, by `share` / 3 of a unit in the root mean square of its outputs. A table that no layer
     reads (positions or queries that are parameters of the model) moves along polar(n). Other parameters without a
-    Kronecker product (norms, biases alone) move along n, by `vectors` in root mean square.
+    Kronecker product (norms, biases alone) move along n, by `share` of `floor` in root mean square.
 
     Args:
         share: A layer's move, of its own size, at learning rate 1.
         floor: Least size of a layer per root of an output, for zero starts.
         damping: Added to A, in units of its mean eigenvalue.
         ahead: Weight of today's gradient in n besides its part in m.
-        vectors: Root mean square of the move of entries without a Kronecker product.
         progress: Largest change of the logarithm of a length in one step; 0 for fixed lengths.
         fades: Steps after which progress counts half.
         few: Examples of a step with which a length is at most its usual one.
@@ -85,7 +84,7 @@ class SpectralProgress(Rule):
         falls_after: Steps from which on the learning rate falls by itself; math.inf for never.
 
     Raises:
-        ValueError: Unless share, floor, damping, vectors, fades, few, kl_share and falls_after are > 0, progress >= 0,
+        ValueError: Unless share, floor, damping, fades, few, kl_share and falls_after are > 0, progress >= 0,
             warm >= 1 and 0 <= ahead <= 1.
 
     Reference:
@@ -96,7 +95,6 @@ class SpectralProgress(Rule):
     floor: float = 0.05
     damping: float = 0.3
     ahead: float = 0.2
-    vectors: float = 0.003
     progress: float = 0.2
     fades: float = 20.0
     few: float = 32.0
@@ -107,7 +105,7 @@ class SpectralProgress(Rule):
     needs_form = False
 
     def __post_init__(self) -> None:
-        for name in ("share", "floor", "damping", "vectors", "fades", "few", "kl_share", "falls_after"):
+        for name in ("share", "floor", "damping", "fades", "few", "kl_share", "falls_after"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number > 0")
         if not self.progress >= 0:
@@ -173,10 +171,10 @@ class SpectralProgress(Rule):
         sizes, past = (rest[0], rest[1:]) if way.sizes is not None else ([1.0] * (len(d) * groups), rest)
         lengths, slopes, progress = list[float](), list[float](), list[LengthMemory]()
         for i, usual in enumerate(way.usual):
+            length = warm * usual
             own = range(groups * i, groups * (i + 1))
             rows = [table[16 * j : 16 * j + 16] for j in own]
             slope, now = (sum(row[place] for row in rows) for place in (6, 3))  # n . d, and g along the last d
-            length = warm * usual
             if self.progress:
                 before = LengthMemory(*(numbers[i] for numbers in past)) if past else None
                 after, scale = self._follow(before, slope, now, stack.steps, most)
@@ -238,7 +236,7 @@ class SpectralProgress(Rule):
         if "tokens" in stack.prepared:
             return [self.share / 3 * unit for unit in units], None
         if (rows := table_rows(stack.shape)) is None and "inputs" not in stack.prepared:
-            return [self.vectors * unit for unit in units], None
+            return [self.share * self.floor * unit for unit in units], None
         unit = units[0] if len(set(units)) == 1 else as_tensor_like(units, d).view(-1, 1, 1, 1)
         if rows is not None:
             values = stack.stack_values().reshape(len(d), 1, rows, -1)

@@ -273,7 +273,7 @@ WRONG: list[tuple[Any, str, float]] = [
     ],
     (SpectralProgress, "floor", -1.0),
     (SpectralProgress, "ahead", 1.5),
-    (SpectralProgress, "vectors", math.nan),
+    (SpectralProgress, "floor", math.nan),
     (SpectralProgress, "progress", -0.1),
 ]
 
