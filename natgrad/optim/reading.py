@@ -640,11 +640,11 @@ class Reader:
     def _needs_signs(self) -> bool:
         """Whether a sum over examples may be squared: of a layer that does not tell them apart, or without a layer.
 
-        Labels drawn at random have signs. Exact ones are for layers that tell examples apart alone.
+        Labels drawn at random have signs.
         """
-        if isinstance(self.estimate, ExactLabels):
-            return not self._named_by_layers()
-        return not isinstance(self.estimate, Sampled)
+        if isinstance(self.estimate, Empirical):
+            return True
+        return not (isinstance(self.estimate, Sampled) or self._named_by_layers())
 
     def _line_up(self, count: int, cotangents: int) -> Span:
         """Where this process's examples stand among all, asked once per reading, and before anything can fail."""
