@@ -78,7 +78,7 @@ print(
 assert bounded[-1].loss > 5 * healthy[-1].loss
 
 # %% [markdown]
-# Take `max_kl` away, or make it larger: the default is 10.
+# Take `max_kl` away, or make it larger.
 #
 # ## Fault 2: a batch that is not finite
 #

@@ -46,7 +46,6 @@ MARGIN_KEEPS = 0.98  # of that factor, per comparison
 BLIND = 1e6  # the same of statistics without derivatives: a bound on the KL that is set then is measured
 KL_SLACK = 0.02  # of a bound on the KL that is left over: a measurement is a difference of outputs
 RADIUS_SLACK = 0.001  # of a radius that is left over: another order of a sum finds the KL within it too
-MOST_NATS = 10.0  # per example, of a step where nothing else was asked for
 SAME_LOSS = 1e-6  # share of a loss by which it may rise: round-off in float32
 AT_ONCE = 50  # examples of which the first step of `OnlineRadius` may have its whole length
 FEW_PASSES = 1.5  # over few rows, from which on the bound of `OnlineRadius` falls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
@@ -316,6 +317,8 @@ def read_checkpoint(
     check_like(memory, named, form.alike)
     settings = ("params", *optimizer._live.settings)
     added = [{k: v for k, v in group.items() if k not in settings} for group in optimizer.param_groups]
+    if math.isinf(optimizer.rule.options.get("max_kl", 0.0)):  # which was 10 once where nothing was asked for
+        came_groups = [group | {"max_kl": math.inf} if group["max_kl"] == 10 else group for group in came_groups]
     groups = [{**own, **group, EXTRA: ()} for own, group in zip(added, came_groups, strict=True)]
     labels, dtypes = check_generator(extra["generator"], generator, form.older), extra.get("dtypes", {})
     moved = [name for name, p in named if dtypes.get(name, str(p.dtype)) != str(p.dtype)]

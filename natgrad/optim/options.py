@@ -124,9 +124,8 @@ class BlockOptions(SharedOptions, total=False):
             is in today's metric; in [0, 1). Default 0.9, and 0 with `rule=ng.Momentum(...)`.
         damping: A strategy, which means what it means in `ng.NaturalGradient`. A number is short for
             `ng.Relative(number, per="block")`, a share of the mean eigenvalue of each block.
-        max_kl: Most nats per example that a step moves, to second order on its own batch, default 10 for natural steps
-            and none for spectral ones; steps that may be near it cost a forward pass. A setting of `ng.MeasuredLength`
-            and `natgrad.rules.NoiseAware`.
+        max_kl: Most nats per example that a step moves, to second order on its own batch; default: no bound. Steps that
+            may be near it cost a forward pass. A setting of `ng.MeasuredLength` and `natgrad.rules.NoiseAware`.
         kl_share: Most nats as a share of the loss; of one nat per entry for losses that can be negative. Default .1 in
             `ng.kfac` and `ng.ekfac`, .05 in the other recipes. A setting of the same rules.
         l2: Strength of a penalty l2 / 2 |theta|^2, which is a part of the loss, in the gradient and in the metric.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -202,7 +203,8 @@ class StructuredNaturalGradient(ModelOptimizer):
         self._settle()
         live, flow, pending = self._live, self._flow, self._flow.pending
         rows, state = count_rows(self.criterion, outputs), live.state
-        needed = flow.choices.is_judged(state) or self.rule.needs_loss or is_watched(state.length, state.step)
+        needed = flow.choices.is_judged(state) or self.rule.needs_loss
+        needed = needed or (self._is_bounded() and is_watched(state.length, state.step))
         weight = weigh_loss(live.processes, self.criterion, outputs, targets, value, live.processes.averages)
         live.record.record_loss(self.criterion, outputs, targets, value, rows, weight, chosen=chosen, needed=needed)
         pending.nats = self.criterion.nats(outputs)
@@ -414,8 +416,12 @@ class StructuredNaturalGradient(ModelOptimizer):
         state, reader = self._live.state, self._flow.reader
         due = is_due(state.pace.updated, state.step, state.is_turned, self.update_every)
         reader.arm(due, bool(self._list_unread() - state.hearing.tried))
-        asks = self.rule.measures(state.is_turned) or self.rule.needs_loss or self.damping.needs_ratio
-        self._live.record.keeps = reader.taps.armed or asks or self._options() != self.rule.options
+        asks = self.rule.needs_loss or self.damping.needs_ratio or self._is_bounded()
+        self._live.record.keeps = reader.taps.armed or asks
+
+    def _is_bounded(self) -> bool:
+        """Whether a bound on the KL is set: steps near it are measured, on the pass done again."""
+        return self._options().get("max_kl", math.inf) < math.inf
 
     # one step
 

@@ -9,7 +9,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from natgrad.ground.constants import FRESH, MOST_NATS
+from natgrad.ground.constants import FRESH
 from natgrad.ground.typed_torch import measure_norms, read_scalars
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, BlockStack, Objective, Rule, ShapedStack
@@ -37,12 +37,12 @@ class NoiseAware(Rule):
     regression's targets lie far away, `far` counts in their unit.
 
     Args:
-        max_kl: Most nats per example of a natural step, to second order on its own batch; math.inf for no bound.
-            Spectral steps have this bound where it is not the usual one.
+        max_kl: Most nats per example of a step, to second order on its own batch; math.inf for no bound.
         kl_share: Most nats per example of a natural step as a share of the loss; of one nat per entry where the loss
             may be negative. Of a cross-entropy near zero a whole natural step is half of it, so that .1 lets .45 of one
             through.
-        warm: Steps over which these two bounds grow to their whole size.
+        warm: Steps over which these two bounds grow to their whole size: a first step is not told from one that is far
+            too long.
         move: Most relative move of a layer in one natural step; math.inf for no bound.
         floor: Least size of a layer per root of an output, for layers that start at zero.
         noise: Share of signal below which steps become spectral; 0 for natural steps all along.
@@ -59,7 +59,7 @@ class NoiseAware(Rule):
         0.4
     """
 
-    max_kl: float = MOST_NATS
+    max_kl: float = math.inf
     kl_share: float = 0.1
     warm: int = 5
     move: float = 0.12
@@ -100,7 +100,7 @@ class NoiseAware(Rule):
         return self.spectral.rate_after(steps)
 
     def measures(self, turned: bool) -> bool:
-        return not turned or self.spectral.needs_form or self.max_kl != MOST_NATS
+        return not turned or self.spectral.needs_form or self.max_kl < math.inf
 
     def prepare(self, metric: Operator, level: float) -> dict[str, Tensor]:
         return self.spectral.prepare(metric, level)
@@ -121,8 +121,7 @@ class NoiseAware(Rule):
         step, memory = self.spectral.step(model, loss_at, memory)
         if "kl_share" in model.cuts:
             model.cuts["spectral.kl_share"] = model.cuts.pop("kl_share")
-        bounded = model.run.options.get("max_kl", self.max_kl) != MOST_NATS
-        return (self.natural.hold(model, step) if bounded else step), memory
+        return self.natural.hold(model, step), memory
 
 
 def limit_moves(model: Quadratic, step: Step, most: float, floor: float) -> Step:

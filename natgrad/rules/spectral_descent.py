@@ -15,7 +15,7 @@ from natgrad.ground.typed_torch import torch_linalg
 from natgrad.operators import Operator
 from natgrad.rules.base import BlockPoint, Objective, Rule
 from natgrad.rules.quadratic import Memory, Quadratic, Step
-from natgrad.rules.step_rules import least, scale_usual, share_loss
+from natgrad.rules.step_rules import least, share_loss
 
 POLISH = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -204,7 +204,7 @@ class SpectralDescent(Rule):
         Args:
             model: Knows the loss and its nats.
         """
-        return least(share_loss(model, self.kl_share), scale_usual(model.run.options.get("max_kl", math.inf), model))
+        return least(share_loss(model, self.kl_share), model.run.options.get("max_kl", math.inf))
 
 
 def whitener(moment: Tensor, tokens: bool, damping: float) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.ground.checks import check_integer, check_share
-from natgrad.ground.constants import AT_ONCE, FEW_PASSES, MOST_NATS, RADIUS_SLACK, SAME_LOSS
+from natgrad.ground.constants import AT_ONCE, FEW_PASSES, RADIUS_SLACK, SAME_LOSS
 from natgrad.operators import Facts
 from natgrad.rules.base import Objective, Rule, require_loss
 from natgrad.rules.quadratic import FlatStep, Memory, Quadratic, Step, Vector, hold_kl, share_of_rate
@@ -93,7 +93,7 @@ class MeasuredLength(Rule):
     Both bounds are keys of the parameter groups: the least over the groups counts.
     """
 
-    max_kl: float = MOST_NATS
+    max_kl: float = math.inf
     kl_share: float = 0.05
     warm: int = 5
 
@@ -140,7 +140,9 @@ class MeasuredLength(Rule):
             model: Knows the number of steps, and how far a step moves.
             step: Any of this model.
         """
-        most = scale_usual((self.options | dict(model.run.options))["max_kl"], model)
+        most = (self.options | dict(model.run.options))["max_kl"]
+        if math.isinf(most):
+            return step
         return hold_kl(model, step, most * min(1.0, (model.run.steps + 1) / self.warm) * share_of_rate(step) ** 2)
 
     def radius(self, model: Quadratic, **options: float) -> float:
@@ -151,7 +153,7 @@ class MeasuredLength(Rule):
             **options: Settings that stand for those of the parameter groups.
         """
         known = self.options | dict(model.run.options) | options
-        bound = least(share_loss(model, known["kl_share"]), scale_usual(known["max_kl"], model))
+        bound = least(share_loss(model, known["kl_share"]), known["max_kl"])
         return bound * min(1.0, (model.run.steps + 1) / self.warm)
 
 
@@ -174,11 +176,6 @@ def share_loss(model: Quadratic, share: float) -> float:
     if not model.run.bounded or math.isinf(share) or math.isnan(loss):  # an infinite share of nothing is no bound
         return bound
     return bound * max(loss, 0.0)
-
-
-def scale_usual(max_kl: float, model: Quadratic) -> float:
-    """A bound on the KL; the usual one counts in units of a regression's errors where these are large."""
-    return max_kl * model.run.errors.size**2 if max_kl == MOST_NATS else max_kl
 
 
 @dataclass(frozen=True)
