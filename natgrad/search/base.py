@@ -81,7 +81,7 @@ class Search(Stateful, Explained):
             ValueError: If X or F has another shape, or X has a point that `ask` cannot give: entries that are not
                 finite, out of bounds, or no integers or bits where these are wanted. Nothing is changed then.
         """
-        points, values = self._check_candidates(X, F)
+        points, values = order_as_asked(*self._check_candidates(X, F), self._list_asked())
         self.nfev += len(values)
         self.nit += 1
         self._remember(points, values)
@@ -132,6 +132,10 @@ class Search(Stateful, Explained):
         """
         return False
 
+    def _list_asked(self) -> Tensor | None:
+        """What `ask` gave last (popsize, d), for searches to which the order of candidates counts."""
+        return None
+
     @abstractmethod
     def _move(self, points: Tensor, values: Tensor) -> None:
         """Update the distribution by points (popsize, d) and values (popsize,), which are already checked."""
@@ -156,6 +160,18 @@ class Search(Stateful, Explained):
         i = int(values.argmin())
         if float(values[i]) < self.best.fun:
             self.best = Best(points[i].clone(), float(values[i]), self.nfev - len(values) + i + 1)
+
+
+def order_as_asked(points: Tensor, values: Tensor, asked: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Candidates and values in the order in which they were asked for; as they are where some are others."""
+    if asked is None:
+        return points, values
+    numbers = (torch.cat([asked, points]) + 0.0).unique(dim=0, return_inverse=True)[1]  # -0 + 0 is 0
+    before, after = numbers[: len(asked)].sort(stable=True), numbers[len(asked) :].sort(stable=True)
+    if not torch.equal(before.values, after.values):
+        return points, values
+    places = torch.empty_like(after.indices).scatter_(0, before.indices, after.indices)
+    return points[places], values[places]
 
 
 def spell_arguments(**arguments: Any) -> dict[str, str]:

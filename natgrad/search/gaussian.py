@@ -149,6 +149,9 @@ class GaussianSearch(Search):
         self._asked = (points, normals, steps)
         return points.clone()
 
+    def _list_asked(self) -> Tensor | None:
+        return None if self._asked is None else self._asked[0]
+
     def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
         points, values = super()._check_candidates(X, F)
         return self.domain.admit(points), values

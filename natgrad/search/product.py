@@ -38,6 +38,8 @@ class ProductSearch(Search):
         True
     """
 
+    STATE = ("_asked",)
+
     def __init__(self, *parts: Search) -> None:
         wrong = [part for part in parts if not isinstance(part, Search)]
         if not parts or wrong:
@@ -49,6 +51,7 @@ class ProductSearch(Search):
         self.nfev = self.nit = 0
         start = torch.cat([part.best.x.to(torch.float64) for part in parts])
         self.best = Best(start, torch.inf, 0)
+        self._asked: Tensor | None = None
         self._widths = [len(part.best.x) for part in parts]
         self.arguments = {
             f"{name} of part {k}": part.arguments[name] for k, part in enumerate(parts) for name in part.arguments
@@ -58,7 +61,8 @@ class ProductSearch(Search):
         return ProductSearch(*(part.renew(popsize, run) for part in self.parts))
 
     def ask(self) -> Tensor:
-        return torch.cat([part.ask() for part in self.parts], 1)
+        self._asked = torch.cat([part.ask() for part in self.parts], 1)
+        return self._asked.clone()
 
     def split(self, X: Tensor) -> tuple[Tensor, ...]:
         """The columns of each part, (..., d_k).
@@ -93,6 +97,9 @@ class ProductSearch(Search):
         super().load_state_dict(state)
         for part, own in pairs:
             part.load_state_dict(own)
+
+    def _list_asked(self) -> Tensor | None:
+        return self._asked
 
     def _check_candidates(self, X: Any, F: Any) -> tuple[Tensor, Tensor]:
         points, values = super()._check_candidates(X, F)

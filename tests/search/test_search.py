@@ -113,6 +113,24 @@ def test_lists_and_rows_in_another_order_say_the_same(name: str):
     assert lists.best.fun == given.best.fun
 
 
+def draw_integers() -> ng.GaussianSearch:
+    return ng.GaussianSearch([0.0, 0.0], 2.0, popsize=12, seed=0, integers=[0, 1])
+
+
+def draw_both() -> ng.search.ProductSearch:
+    return ng.search.ProductSearch(draw_integers(), ng.GaussianSearch([0.0], 1.0, popsize=12, seed=1))
+
+
+@pytest.mark.parametrize("build", [draw_integers, draw_both])
+def test_points_that_share_integers_may_come_back_in_another_order(build):
+    given, turned = build(), build()
+    for _ in range(10):
+        X, Y = given.ask(), turned.ask().flip(0)
+        assert torch.equal(Y.flip(0), X)
+        given.tell(X, sphere(X - 1.3))
+        turned.tell(Y, sphere(Y - 1.3))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_and_whiten_are_inverse(name: str):
     search = ng.GaussianSearch(torch.ones(5), 1.0, seed=0, model=MODELS[name])
