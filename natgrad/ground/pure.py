@@ -619,16 +619,25 @@ def pure_model(model: Model, inputs: Any, random: RandomState | None = None) -> 
 def call_with(module: nn.Module, state: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     """module(*args, **kwargs) with these tensors in the place of its parameters and buffers."""
     with run_alone():
-        return torch.func.functional_call(module, place_tensors(module, state), args, kwargs, tie_weights=False)
+        own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+        placed = place_tensors(module, own, state)
+        try:
+            return torch.func.functional_call(module, placed, args, kwargs, tie_weights=False)
+        except BaseException:  # Ctrl-C while torch puts tensors in, or back, leaves some of them in the module
+            for name, tensor in own.items():
+                place, _, key = name.rpartition(".")
+                setattr(module.get_submodule(place), key, tensor)
+            raise
 
 
-def place_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under a name for each place that they have in the module, once each.
+def place_tensors(module: nn.Module, both: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of `state` under a name for each place that they have in the module, once each.
 
     torch's own search for tied weights writes twice into a module that has two names, and then puts the wrong tensor
     back: the module would keep the state as its own. ValueError for two values of one parameter.
+
+    both: The module's own parameters and buffers, by all of their names.
     """
-    both = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     values, placed = dict[int, Tensor](), dict[str, Tensor]()
     for name, value in state.items():
         if name not in both:

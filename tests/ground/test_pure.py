@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import namedtuple
 
 import pytest
 import torch
 from models import X3, Tied, affine, assert_close, batch_norm, build_seeded, mlp
+from optim_models import Interrupt
 from torch import nn
 
 from natgrad.ground.pure import Call, PureModel, check_call, leaves, map_tensors
@@ -43,6 +45,18 @@ def test_a_block_at_two_places_moves_at_both_and_stays_the_models_own():
         for p in model.parameters():
             p.mul_(2)
     assert_close(found, model(X3).detach())
+
+
+def test_ctrl_c_while_tensors_are_exchanged_leaves_the_models_own():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), build_seeded(Tied)).double()
+    own, moved = [*model.parameters(), *model.buffers()], {name: 2 * p.detach() for name, p in trainable(model).items()}
+    for n in itertools.count(1):
+        with Interrupt(n, "stateless.py", "_named_member_accessor.py") as lines:
+            pure(model)(moved)
+        assert all(a is b for a, b in zip([*model.parameters(), *model.buffers()], own, strict=True)), f"line {n}"
+        if lines.seen < n:
+            break
+    assert n > 100
 
 
 def test_two_values_of_one_parameter_are_refused():

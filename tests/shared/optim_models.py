@@ -207,13 +207,13 @@ def is_of_natgrad(frame: FrameType) -> bool:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that runs in natgrad; counts them for n = 0."""
+    """Raises KeyboardInterrupt at the n-th line that runs in natgrad, or in these files; counts them for n = 0."""
 
-    def __init__(self, n: int = 0) -> None:
-        self.n, self.seen = n, 0
+    def __init__(self, n: int = 0, *files: str) -> None:
+        self.n, self.seen, self.files = n, 0, files
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not is_of_natgrad(frame):
+        if not (frame.f_code.co_filename.endswith(self.files) if self.files else is_of_natgrad(frame)):
             return None
         if event == "line":
             self.seen += 1
