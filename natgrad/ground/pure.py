@@ -377,8 +377,15 @@ class Call:
         if size >= batch:
             return self
         order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed), device="cpu")
-        drawn = order[-size:] if last else order[:size]
-        return self._pick(lambda t: t[drawn.to(t.device)])
+        return self.take(order[-size:] if last else order[:size])
+
+    def take(self, places: Tensor) -> Call:
+        """The call on the examples at these places.
+
+        Args:
+            places: Integers, in any order.
+        """
+        return self._pick(lambda t: t[places.to(t.device)])
 
     def chunks(self, size: int) -> Iterator[Call]:
         """The call over some examples at a time: tensors of the batch's leading size are cut, others passed whole.

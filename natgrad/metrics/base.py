@@ -207,6 +207,8 @@ class PullbackMetric(Metric):
             raise ValueError(f"chunk_size={size} is for metrics without targets; use chunk_size=None with targets")
         models = [PureModel(self.model, call, pure.random) for call in pure.call.chunks(size)]
         point = copy_tensors(params)  # the parameters move on between products
+        if len(models) > 1:
+            self._check_apart(pure, point, size)
         parts: list[tuple[Any, float]] = [(None, model.call.batch() / pure.call.batch()) for model in models]
         if targets is not None:  # rows weigh as in the loss over all of them
 
@@ -220,6 +222,24 @@ class PullbackMetric(Metric):
             if share:
                 builders.append(partial(scale_term, partial(self._term, point, model, part, seed), share))
         return Chunked(builders)
+
+    def _check_apart(self, pure: PureModel, point: Params, size: int) -> None:
+        """ValueError where what the model returns for an example changes with the one before it, by the same draws."""
+
+        def compute(*places: int) -> Tensor:
+            returned = PureModel(self.model, pure.call.take(torch.tensor(places)), pure.random)(point)
+            rows = self.layout(returned if self.outputs is None else self.outputs(returned))
+            return rows[len(rows) // 2 :]
+
+        try:
+            beside, alone = (run_detached(partial(compute, place, size)) for place in (0, size))
+        except RuntimeError:  # a model of so many examples and no others
+            return
+        if float((beside - alone).norm()) > torch.finfo(alone.dtype).eps ** 0.5 * float(alone.norm()):
+            raise ValueError(
+                f"chunk_size={size} cuts the inputs along their first dimension, and the outputs of an example depend "
+                "on those before it, as where that dimension is time: put the examples first, or use chunk_size=None"
+            )
 
 
 def add_up_rows(

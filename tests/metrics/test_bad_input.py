@@ -46,6 +46,7 @@ def constant(params: Any, x: Tensor) -> Tensor:
 
 
 W = {"w": draw(3, 2)}
+RECURRENT = build_seeded(lambda: nn.RNN(3, 2))
 NORM = build_seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
 
 # what is wrong: (call, kind of error, words that the message must hold: the argument, and what to do)
@@ -88,6 +89,13 @@ METRICS = {
         at(fisher(NORM, Gaussian(), chunk_size=2), X3, dict(trainable(NORM))),
         ValueError,
         ("chunk_size=2", "batch norm", "model.eval()"),
+    ),
+    "chunks of time": (
+        at(
+            fisher(RECURRENT, Gaussian(), chunk_size=2, outputs=lambda out: out[0]), draw(4, 2, 3), trainable(RECURRENT)
+        ),
+        ValueError,
+        ("chunk_size=2", "put the examples first"),
     ),
     "no sample": (lambda: sampled_fisher(MODEL, Categorical(), samples=0), ValueError, ("samples is 0", ">= 1")),
     "targets left out": (
