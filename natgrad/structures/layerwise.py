@@ -16,6 +16,7 @@ from natgrad.ground.exchanges import ALONE, Sums
 from natgrad.ground.linalg import all_finite
 from natgrad.ground.pure import RandomState
 from natgrad.ground.spaces import Params, Space
+from natgrad.ground.typed_torch import list_numbers
 from natgrad.layers import Layer, Seen, Traced, is_asking
 from natgrad.metrics import Metric
 from natgrad.operators import Arranged, DiagonalOperator, Layout, Operator
@@ -205,6 +206,7 @@ class Layerwise(Structure):
             memory = None  # a layer turned out not to be all there is to its parameters
         layers = reading.layers
         if sums.add is not None:  # which weighs what every process has by its examples: means, as of the derivatives
+            check_alike(params, {name for seen in layers for name in seen.layer.layout.names}, sums)
             layers = [seen.count_times(1.0, times=1 / reading.metric.linearization.examples) for seen in layers]
         totals, weight = self.average_statistics(layers, reading.squares, memory, sums)
         parts = [(seen.layer.layout, self.operator(seen.layer, totals[seen.key], weight)) for seen in reading.layers]
@@ -244,6 +246,18 @@ class Layerwise(Structure):
         ):
             return before, memory["weight"]
         return totals, accumulate_weight(memory["weight"], self.decay)
+
+
+def check_alike(params: Params, held: set[str], sums: Sums) -> None:
+    """ValueError where layers hold other parameters on some processes than on others. All of them raise it."""
+    flags = torch.tensor([float(name in held) for name in params], dtype=torch.float64)
+    means = sums.total_few({"held": flags.to(next(iter(params.values())).device)})["held"]
+    apart = [name for name, mean in zip(params, list_numbers(means), strict=True) if min(mean, 1 - mean) > 1e-6]
+    if apart:
+        raise ValueError(
+            f"some processes read the layer of {', '.join(apart)} and some did not, as where an expert has no rows "
+            "there: use ng.kfac(model, criterion) and its like, or a structure that is solved by products, ng.Exact()"
+        )
 
 
 def accumulate_statistics(before: Statistics | None, fresh: Statistics, decay: float) -> Statistics:

@@ -160,3 +160,10 @@ def test_processes_that_have_other_numbers_of_rows_average_the_inputs_of_all(bat
         return torch.cat([(total["right"] / total["counts"].view(-1, 1, 1)).flatten() for total in totals])
 
     assert_close(add_up(X.split([5, TOKENS - 5])), add_up([X]), 1e-12)
+
+
+def test_processes_of_which_some_have_no_rows_of_a_layer_are_refused():
+    model = build_apart()
+    sums = Sums(lambda fresh: fresh, lambda few: {name: number / 2 for name, number in few.items()})
+    with pytest.raises(ValueError, match=r"some processes read the layer of .*experts\.0\.weight"):
+        ng.Kronecker(0.5).update(None, ng.fisher(model, CE), ng.trainable(model), X, sums=sums)
