@@ -130,7 +130,7 @@ def maximize_likelihood(
         ascent.estimate, status, ascent.steps, ascent.distance, ascent.value * ascent.count, chosen, rows
     )
     if status in ADVICE:
-        warnings.warn(f"{result}: {ADVICE[status]}", stacklevel=4)
+        warnings.warn(f"{result}: {ADVICE[status]}", stacklevel=6)
     return result
 
 

@@ -291,7 +291,7 @@ class Fitted(ABC):
                 if not trouble and not bounds.converged and self.lr < rate * SMALLEST**0.5:
                     trouble = NO_RATE
                 if trouble:
-                    warnings.warn(trouble, RuntimeWarning, stacklevel=4)  # beyond the wrappers
+                    warnings.warn(trouble, RuntimeWarning, stacklevel=6)  # beyond the wrappers
                 self._measure_error(bounds, tolerance)
         except KeyboardInterrupt:
             self.restore(here)
@@ -346,7 +346,7 @@ class Fitted(ABC):
                 "is fitted to its points. Give more of them, such as points=Sobol(1024), or say that this is enough, "
                 f"tolerance={bounds.error:.1g}",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=7,
             )
 
 

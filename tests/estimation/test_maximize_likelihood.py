@@ -188,9 +188,10 @@ def test_a_direction_that_is_not_identified_is_named_and_left_where_it_was() -> 
 
 def test_what_has_no_maximum_is_said() -> None:
     line = (X[:, 1] > 0).to(F64)
-    with pytest.warns(UserWarning, match="there is no maximum"):
+    with pytest.warns(UserWarning, match="there is no maximum") as told:
         fit = ng.maximize_likelihood(logistic, START, (X, line))
     assert fit.status == "unbounded"
+    assert told[0].filename == __file__
     y = torch.cat([draw(60) - 2, draw(90, seed=1) + 1])
     normal = {"means": y.mean(), "log_scales": y.std(correction=0).log()}  # from elsewhere round-off may part the two
     alike = {"logit": torch.tensor(0.0, dtype=F64)} | {name: value.repeat(2) for name, value in normal.items()}

@@ -56,8 +56,9 @@ def test_the_error_covers_the_expectation(kind: str, log_p: object, d: int):
 
 def test_a_bound_that_is_hardly_known_is_no_end_of_a_fit():
     q = ng.variational(funnel, 3)
-    with pytest.warns(RuntimeWarning, match="known to"):
+    with pytest.warns(RuntimeWarning, match="known to") as told:
         bounds = q.fit(200)
+    assert told[0].filename == __file__
     assert not bounds.converged
     assert bounds.error > 0.05
     # of the same q, by four thousand points

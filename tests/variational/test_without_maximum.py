@@ -34,6 +34,7 @@ def fit(kind: str, target: Callable[[Tensor], Tensor], steps: int = 150, **optio
             q.fit(steps)
         except ValueError as error:
             return str(error)
+    assert all(one.filename == __file__ for one in told)
     return "\n".join(str(one.message) for one in told)
 
 
