@@ -101,12 +101,13 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
     Args:
         sub: The sub-model.
         theta: Natural parameters of the whole family, shape (..., n).
-        start: Where to begin, shape (..., k). None: the m-projection.
+        start: Where to begin, shape (..., k). None: the m-projection, or theta's own free parameters where its means
+            are too near the edge for that.
 
     Returns:
         The sub-model's natural parameters, shape (..., k).
     """
-    point = (m_projection(sub, theta) if start is None else start).detach()
+    point = (_find_start(sub, theta) if start is None else start).detach()
     free, goal, eps = list(sub.free), theta.detach(), torch.finfo(theta.dtype).eps
 
     def differentiate(at: Tensor) -> Tensor:
@@ -123,6 +124,17 @@ def e_projection(sub: SubModel, theta: Tensor, start: Tensor | None = None) -> T
             return point
         point = _descend(sub.inside, lambda q: sub.family.kl(sub.whole(q), goal), point, -step)
     raise ValueError(f"the e-projection did not settle within {STEPS} steps: give another start")
+
+
+def _find_start(sub: SubModel, theta: Tensor) -> Tensor:
+    """The m-projection; theta's own free parameters where that is not reached and they lie inside."""
+    try:
+        return m_projection(sub, theta)
+    except ValueError:
+        point = theta[..., list(sub.free)]
+        if not bool(sub.inside(point).all()):
+            raise
+        return point
 
 
 def _descend(

@@ -73,6 +73,16 @@ def test_pythagoras_for_tilting():
             tilt(FIELD, theta, wrong, tensor([0.2]))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_e_projection_settles_where_the_m_projection_is_at_the_edge(seed):
+    theta = 20 * draw(6, seed=seed)
+    with pytest.raises(ValueError, match="not reached"):
+        m_projection(INDEPENDENT, theta)
+    whole = INDEPENDENT.whole(e_projection(INDEPENDENT, theta))
+    slope = (FIELD.covariance(whole) @ (whole - theta))[:3]
+    assert float(slope.abs().max()) < 1e-9
+
+
 @pytest.mark.parametrize("case", SUBS)
 def test_e_projection_is_a_minimum_within_the_sub_model(case):
     sub, theta, _ = SUBS[case]
