@@ -110,8 +110,9 @@ class ExactLabels(Estimate):
 class Empirical(Estimate):
     """The data's own labels: the empirical Fisher, not the Fisher. One backward pass; it needs the targets.
 
-    The rows of one example count together, as one gradient. At the first step it raises a ValueError where the targets
-    are not known.
+    The rows of one example count together, as one gradient. Where a layer does not tell examples apart, an optimiser
+    gives them random signs: the square of their sum is then, on average, the sum of their squares. At the first step it
+    raises a ValueError where the targets are not known.
     """
 
     def cotangents(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Tensor]:
