@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -280,26 +281,29 @@ def choose_encoder(space: Any) -> tuple[Callable[[Any], Array], tuple[int, ...],
     if kind == "Box":
         integral = np.issubdtype(space.dtype, np.integer)
         bytewise = bool(integral and (np.asarray(space.low) == 0).all() and (np.asarray(space.high) == 255).all())
-
-        def encode_box(raw: Any) -> Array:
-            numbers = np.array(raw, dtype=np.float32 if bytewise else None)
-            numbers = numbers if space.shape else numbers.reshape(-1, 1)
-            return numbers / np.float32(255) if bytewise else numbers
-
-        return encode_box, space.shape or (1,), bool(np.issubdtype(space.dtype, np.floating))
+        encode = partial(encode_box, space=space, bytewise=bytewise)
+        return encode, space.shape or (1,), bool(np.issubdtype(space.dtype, np.floating))
     if kind in ("Discrete", "MultiDiscrete"):
-        spaces = import_gymnasium().spaces
-
-        def encode_choices(raw: Any) -> Array:
-            return np.stack([spaces.flatten(space, row) for row in np.asarray(raw)]).astype(np.float32)
-
-        return encode_choices, (int(spaces.flatdim(space)),), False
+        return partial(encode_choices, space=space), (int(import_gymnasium().spaces.flatdim(space)),), False
     if kind == "MultiBinary":
-        return lambda raw: np.array(raw, dtype=np.float32), space.shape, False
+        return partial(np.array, dtype=np.float32), space.shape, False
     raise ValueError(
         f"the observation space is {space}, expected Box, Discrete, MultiDiscrete or MultiBinary; wrap the environment "
         "in gymnasium.wrappers.FlattenObservation"
     )
+
+
+def encode_box(raw: Any, space: Any, bytewise: bool) -> Array:
+    """Numbers as they are; bytes as shares."""
+    numbers = np.array(raw, dtype=np.float32 if bytewise else None)
+    numbers = numbers if space.shape else numbers.reshape(-1, 1)
+    return numbers / np.float32(255) if bytewise else numbers
+
+
+def encode_choices(raw: Any, space: Any) -> Array:
+    """One-hot rows."""
+    flatten = import_gymnasium().spaces.flatten
+    return np.stack([flatten(space, row) for row in np.asarray(raw)]).astype(np.float32)
 
 
 def read_answer(call: str, answer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -75,11 +76,13 @@ def test_every_action_space_of_one_is_learnt_and_acted_in(name):
 
 
 @pytest.mark.parametrize("name", OBSERVATIONS)
-def test_every_observation_space_is_learnt(name):
+def test_every_observation_space_is_learnt_and_pickled(name):
     env = World(OBSERVATIONS[name])
     agent = learn(env)
     seen = [env.observation_space.sample() for _ in range(3)]
-    assert [agent.predict(each)[0] for each in seen] == list(agent.predict(np.stack(seen))[0])
+    actions = [agent.predict(each)[0] for each in seen]
+    assert actions == list(agent.predict(np.stack(seen))[0])
+    assert actions == list(pickle.loads(pickle.dumps(agent)).predict(np.stack(seen))[0])
     learn(SyncVectorEnv([lambda: World(OBSERVATIONS[name])]))
 
 
