@@ -78,7 +78,7 @@ def residuals(
             their real and imaginary parts, as in `ng.LogAmplitude`.
         terms: Name -> function of the unknowns and a point. It returns the residual, a tensor of any shape. A term on
             data takes more than the point: `lambda u, x, y: u(x) - y` and `step(data=(x, y))`.
-        weights: w by name, default 1.
+        weights: w by name, default 1, the same at every step: what changes is data, `lambda u, x, w: w.sqrt() * u(x)`.
         point_weights: Weights of a term's points that follow its residuals, by name: `Causal` and `WhereLarge` of
             `natgrad.residuals`. They are fixed within a step.
         lr: Share of the step that is taken.
