@@ -57,7 +57,7 @@ def recalibrate(
         The model.
 
     Raises:
-        ValueError: If there is no batch norm with running statistics, or no data.
+        ValueError: If there is no batch norm with running statistics, or no data, or one tensor in place of batches.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -66,6 +66,9 @@ def recalibrate(
         tensor([3.])
     """
     check_integer("passes", passes)
+    if isinstance(loader, Tensor):
+        shape = tuple(loader.shape)
+        raise ValueError(f"loader is one tensor {shape}, expected batches of examples: x.split(256), or a DataLoader")
     inner, group = unwrap_module(model, group)
     if batches is not None:
         check_integer("batches", batches)

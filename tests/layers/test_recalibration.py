@@ -122,6 +122,7 @@ WRONG = [
     (lambda: ng.recalibrate(nn.Linear(2, 2), ROWS), "no batch norm"),
     (lambda: ng.recalibrate(nn.BatchNorm1d(2, track_running_stats=False), ROWS), "no batch norm"),
     (lambda: ng.recalibrate(NORM, []), "no batches in pass 1"),
+    (lambda: ng.recalibrate(NORM, ROWS[0]), r"one tensor \(3, 2\), expected batches of examples: x.split"),
     (lambda: ng.recalibrate(NORM, iter(ROWS), passes=2), "pass 2.*used up"),
     (lambda: ng.recalibrate(NORM, ROWS, passes=0), "passes is 0"),
     (lambda: ng.recalibrate(NORM, ROWS, batches=0), "batches is 0"),
