@@ -344,7 +344,7 @@ def guard_derivatives(density: Density, params: Params, inputs: Tensor) -> Gener
         except (RuntimeError, IndexError) as cause:
             raise ValueError(
                 f"log_p fails on X of shape {tuple(inputs.shape)} ({str(cause).splitlines()[0]}): does the number of "
-                "variables fit the model's?"
+                "variables fit the model's? Derivatives inside of log_p are taken by torch.func.grad"
             ) from cause
         raise
 

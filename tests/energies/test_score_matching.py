@@ -173,6 +173,10 @@ def ignore_inputs(params: Any, x: Tensor) -> Tensor:
     return params["W"].sum() + 0 * x.sum()
 
 
+def differentiate(params: Any, x: Tensor) -> Tensor:
+    return torch.autograd.grad(two_layers(params, x), x)[0].sum()
+
+
 WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "wrong dimension": (lambda: ng.score_matching_loss(two_layers, PARAMS, X[:, :2]), ValueError, ("X", "(3, 2)")),
     "one example": (lambda: ng.score_matching_loss(two_layers, PARAMS, X[0]), ValueError, ("X", "unsqueeze(0)")),
@@ -183,6 +187,7 @@ WRONG: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "integers": (lambda: ng.score_matching_loss(two_layers, PARAMS, X.long()), ValueError, ("X", "floating")),
     "ReLU": (lambda: ng.score_matching_loss(relu, PARAMS, X), ValueError, ("second derivatives", "Softplus")),
     "ReLU, sliced": (lambda: ng.sliced_score_matching_loss(relu, PARAMS, X), ValueError, ("second", "Softplus")),
+    "autograd": (lambda: ng.score_matching_loss(differentiate, PARAMS, X), ValueError, ("by torch.func.grad",)),
     "no x": (lambda: ng.score_matching_loss(ignore_inputs, PARAMS, X), ValueError, ("does not depend on x",)),
     "a vector back": (lambda: ng.score_matching_loss(lambda p, x: x, PARAMS, X), ValueError, ("log_p", "scalar")),
     "not a function": (lambda: ng.score_matching_loss(3, PARAMS, X), TypeError, ("log_p", "energies")),  # type: ignore[arg-type]
