@@ -257,7 +257,8 @@ class OwnLikelihood:
             shapes = ", ".join(str(tuple(part.shape)) for part in row)
             error.add_note(
                 f"{self}(params, *row) is called with one row of the data, of shapes {shapes}, and the library batches "
-                "it. Where rows are not independent, as in Cox's likelihood, all of them are one row: x[None]."
+                "it. Where rows are not independent, as in Cox's likelihood, all of them are one row: x[None]. "
+                "Derivatives inside of it are taken by torch.func.grad."
             )
             raise
         if isinstance(value, Distribution):

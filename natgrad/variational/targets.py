@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from natgrad.variational.quadrature import Points, default_points
 
 LogJoint = Callable[[Tensor], Tensor]
 LOG_2PI = math.log(2 * math.pi)
-LEAVING = ("numpy()", "data pointer", "vmap: It looks like", "data-dependent control flow")
-"""Words of torch's errors where a function of z calls others than torch's."""
+LEAVING = ("numpy()", "data pointer", "vmap: It looks like", "data-dependent control flow", "does not require grad")
+"""Words of torch's errors where a function of z calls others than torch's, or `torch.autograd.grad`."""
 
 
 class Moments(NamedTuple):
@@ -158,7 +159,8 @@ class DensityTarget(SlopeTarget):
     def values(self, z: Tensor) -> Tensor:
         """log p(z, data) of every row, shape (s,). z: (s, d)."""
         # in z's dtype: a network in single precision may stand inside
-        return (self.log_joint(z) if self.batched else map_rows(self.log_joint, z)).reshape(len(z)).to(z)
+        with explain_leaving():
+            return (self.log_joint(z) if self.batched else map_rows(self.log_joint, z)).reshape(len(z)).to(z)
 
     def _evaluate(self, row: Tensor) -> Tensor:
         """log p of one z (d,), a scalar."""
@@ -201,15 +203,22 @@ def map_rows(function: Callable[[Tensor], Any], z: Tensor) -> Any:
     """The function of every row of z (s, d) at once. torch's warning of a loop inside, as for prod(), is silenced."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
-        try:
+        with explain_leaving():
             return torch.func.vmap(function)(z)
-        except RuntimeError as error:
-            if not any(word in str(error) for word in LEAVING):
-                raise
-            raise ValueError(
-                f"log p leaves torch: {error}. Its derivatives are needed: write it with torch's functions of z, "
-                "without numpy(), item(), or a branch on values of z"
-            ) from error
+
+
+@contextmanager
+def explain_leaving() -> Generator[None]:
+    """Inside, an error of a log p that is not made of torch's functions alone says how to write it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(word in str(error) for word in LEAVING):
+            raise
+        raise ValueError(
+            f"log p leaves torch: {error}. Its derivatives are needed: write it with torch's functions of z, without "
+            "numpy(), item(), or a branch on values of z, and derivatives inside of it by torch.func.grad"
+        ) from error
 
 
 def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
@@ -227,7 +236,7 @@ def is_batched(log_joint: LogJoint, start: Tensor) -> bool:
     except RuntimeError as error:
         raise ValueError(
             f"log_joint fails for z {tuple(start.shape)} in {start.dtype}: {error}. It takes one z (d,) or rows "
-            "(s, d): pass the start in the dtype of your data"
+            "(s, d): pass the start in the dtype of your data; derivatives inside of it are taken by torch.func.grad"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

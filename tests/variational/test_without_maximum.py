@@ -92,6 +92,7 @@ OUTSIDE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "NumPy, rows": (lambda z: torch.as_tensor(-(z.detach().numpy() ** 2).sum(-1)), "log p leaves torch"),
     "NumPy": (lambda z: torch.as_tensor(-(z.numpy() ** 2).sum()), "log p leaves torch"),
     "numbers": (lambda z: torch.as_tensor(-(float(z[0]) ** 2)), "log p leaves torch"),
+    "autograd": (lambda z: -torch.autograd.grad(z.square().sum(), z)[0].square().sum(), "by torch.func.grad"),
     "branch": (lambda z: -z.square().sum() if z[0] > 0 else -2 * z.square().sum(), "log p leaves torch"),
 }
 
