@@ -46,7 +46,7 @@ class Actor(nn.Module):
             raise wrong from error
         if rows.shape != (batch, head.width) or not rows.is_floating_point():
             raise wrong
-        if not torch.allclose(run_detached(lambda: self(states)), rows, rtol=CLOSE, atol=CLOSE):
+        if not torch.allclose(run_detached(lambda: self(states)), rows, rtol=CLOSE, atol=CLOSE, equal_nan=True):
             raise ValueError(
                 "policy returned other rows for the same states when it was called again, expected rows that depend on "
                 "the states alone: one that remembers or draws has no probability of an action in a state; in place of "

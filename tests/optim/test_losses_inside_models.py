@@ -111,9 +111,7 @@ def test_a_pair_without_a_loss_is_its_logits(pack: Callable[..., Any], monkeypat
 def test_another_loss_than_the_criterion_is_refused(smoothing: float):
     model, x, y = build_model(smoothing=smoothing)
     opt = ng.kfac(model, LOSS)
-    with pytest.raises(
-        ValueError, match=r"the model returned the loss .* model.loss_function .* leave the targets out"
-    ):
+    with pytest.raises(ValueError, match=r"the model returned the loss .* model.loss_function .* leave the targets"):
         opt.loss(model(x, y), y)
     opt.loss(model(x, y)[0], y).backward()  # the criterion's alone
     opt.step()

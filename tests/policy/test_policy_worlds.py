@@ -390,6 +390,12 @@ def test_bad_input_is_told_at_the_door(name: str):
         make()
 
 
+def test_a_policy_may_be_undefined_at_the_state_of_zeros():
+    turn = nn.Module()
+    turn.forward = lambda x: x / x.norm(dim=1, keepdim=True)  # type: ignore[method-assign]
+    assert small(policy=nn.Sequential(turn, nn.Linear(2, 1)), normalize_observations=False).learn(64)["kl"]
+
+
 def test_a_dict_of_parts_is_seen_and_acted_through_the_wrappers_that_the_errors_name():
     class Parts(Corridor):
         def __init__(self) -> None:

@@ -61,7 +61,7 @@ LIES = {
     "statistics": r"E\[T\]",
     "draw": "one generator state|global random state",
     "entropy": r"-E\[log p\]",
-    "base": r"lacks log_base\(x\) = log h\(x\)",
+    "base": r"adds up to .*: log_base\(x\) = log h\(x\) is missing",
     "expectation": "grad psi",
     "covariance": "Hess psi",
     "natural": "d natural",
