@@ -174,6 +174,12 @@ class PolicyLearner(Explained):
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{text}: {ATTRIBUTES[name]}" if name in ATTRIBUTES else text, name=name, obj=self)
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in ATTRIBUTES:  # which nothing would read
+                advice = ATTRIBUTES["set_env" if name == "env" else name]
+                raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {advice}", name=name, obj=self)
+            super().__setattr__(name, value)
+
     @property
     def failures(self) -> int:
         """Updates in which a number was not finite: policy or critic stayed as they were."""

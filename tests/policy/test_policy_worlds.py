@@ -378,6 +378,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "a monitor": (lambda: pg.make_vec_env("CartPole-v1", monitor_dir="logs"), TypeError, "agent.history has"),
     "steps by another name": (lambda: small().num_timesteps, AttributeError, "'num_timesteps': write agent.steps"),
+    "another environment": (
+        lambda: setattr(small(), "env", Corridor()),
+        AttributeError,
+        "env cannot be set: build another",
+    ),
     "an attribute of nobody's": (lambda: small().wings, AttributeError, "no attribute 'wings'$"),
     "NaN": (lambda: small().predict(np.array([np.nan, 0])), ValueError, "not finite"),
 }
