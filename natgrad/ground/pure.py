@@ -913,18 +913,33 @@ def listen_to(log_p: object, listener: Any) -> None:
 def announce(log_p: object, inputs: Tensor, value: Tensor) -> Tensor:
     """The loss's value, which tells log_p's listeners about X once `backward` reaches it."""
     if value.requires_grad and is_concrete(value) and is_concrete(inputs):
-        source, tensor = _source(log_p), keep(inputs)
-
-        def tell(_: Tensor) -> None:
-            try:
-                listeners = list(_LISTENERS.get(source, ()))
-            except TypeError:
-                return
-            for listener in listeners:
-                listener.hear(log_p, tensor)
-
-        cast("Any", value).register_hook(tell)
+        apply: Callable[..., Tensor] = getattr(Announced, "apply")  # noqa: B009 (torch declares no types of it)
+        return apply(value, keep(inputs), log_p)
     return value
+
+
+class Announced(torch.autograd.Function):
+    """y -> y, whose backward tells log_p's listeners about X, which goes with the rest that the graph saved."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, inputs: Tensor, log_p: object) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.log_p = log_p
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        try:
+            listeners = list(_LISTENERS.get(_source(ctx.log_p), ()))
+        except TypeError:
+            listeners = []
+        for listener in listeners:
+            listener.hear(ctx.log_p, *ctx.saved_tensors)
+        return gradients[0], None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0]
 
 
 def _source(log_p: object) -> object:

@@ -68,26 +68,6 @@ OTHER_BATCH = (
 
 
 @dataclass(frozen=True)
-class PassOutputs:
-    """What a pass returned."""
-
-    passed: Any  # the pass
-    values: list[Tensor]  # the tensors that it returned, detached
-    versions: tuple[int, ...]  # of these tensors, at that time
-    is_tensor: bool  # True for a tensor itself, False for one or several in a container
-
-
-def mark(outputs: Any, passed: Any, key: object) -> None:
-    """Write into the graph of a pass's outputs where they come from. The graph itself keeps it, nothing else does."""
-    tensors = list(leaves(outputs))
-    versions = tuple(t._version for t in tensors)
-    result = PassOutputs(passed, [t.detach() for t in tensors], versions, isinstance(outputs, Tensor))
-    for index, tensor in enumerate(tensors):
-        if tensor.grad_fn is not None:
-            notes_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = result, index
-
-
-@dataclass(frozen=True)
 class Selection:
     """Tensors of the outputs as they are."""
 
@@ -178,7 +158,7 @@ class JacobianProduct(torch.autograd.Function):
 class Route:
     """How what a loss was computed on came from the outputs of passes."""
 
-    passes: tuple[Any, ...]  # those that the loss was made of
+    passes: tuple[RecordedPass, ...]  # those that the loss was made of
     select: Select | None = None  # from their outputs to what the loss was computed on; None for the outputs themselves
     # what keeps the loss from being evaluated at other parameters, a sentence; empty where nothing does
     problem: str = ""
@@ -198,33 +178,32 @@ def find_route(outputs: Any, key: object, params: Iterable[Tensor]) -> Route | N
     tensors = list(leaves(outputs))
     direct = [source for t in tensors if (source := pass_at(t.grad_fn, t.output_nr, key)) is not None]
     if isinstance(outputs, Tensor) and direct and direct[0][0].is_tensor:
-        return Route((direct[0][0].passed,))
+        return Route((direct[0][0],))
     if tensors and len(direct) == len(tensors):
-        results = unique(result for result, _ in direct)
-        numbers = iter([place_of(source, results) for source in direct])
+        passes = unique(passed for passed, _ in direct)
+        numbers = iter([place_of(source, passes) for source in direct])
         tree = map_tensors(outputs, lambda _: torch.tensor(next(numbers)))
-        return Route(tuple(result.passed for result in results), Selection(tree))
+        return Route(passes, Selection(tree))
     graph = walk_to_passes([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None], key)
     if not graph.sources:
         return None
-    results = unique(source[0] for source in graph.sources.values())
-    passes = tuple(result.passed for result in results)
+    passes = unique(passed for passed, _ in graph.sources.values())
     if not {id(p) for p in params}.isdisjoint(map(id, graph.variables)):
         return Route(
             passes,
             problem=UNKNOWN.format(what="made of the model's outputs alone"),
             unsure=map_tensors(outputs, torch.detach),
         )
-    return linearise_graph(outputs, graph, results, passes)
+    return linearise_graph(outputs, graph, passes)
 
 
-def linearise_graph(outputs: Any, graph: Graph, results: list[PassOutputs], passes: tuple[Any, ...]) -> Route:
+def linearise_graph(outputs: Any, graph: Graph, passes: tuple[RecordedPass, ...]) -> Route:
     """The route through a graph that has passes' outputs for its only sources."""
-    places = [place_of(source, results) for source in graph.sources.values()]
+    places = [place_of(source, passes) for source in graph.sources.values()]
     edges = [GradientEdge(node, number) for node, number in graph.sources]
     nonlinear = sorted({kind_of(node) for node in graph.nodes if node in graph.reaching and not graph.affine(node)})
-    values = [result.values[i] for result, i in graph.sources.values()]
-    changed = any(result.values[i]._version != result.versions[i] for result, i in graph.sources.values())
+    returned = [passed.returned[i] for passed, i in graph.sources.values()]
+    values, changed = [t for t, _ in returned], any(version_of(t) != version for t, version in returned)
     try:
         select = Linearised(outputs, places, values, edges)
     except RuntimeError as error:
@@ -238,7 +217,7 @@ def linearise_graph(outputs: Any, graph: Graph, results: list[PassOutputs], pass
 class Graph:
     """The part of an autograd graph that lies between marked outputs and a loss."""
 
-    sources: Mapping[tuple[Node, int], tuple[PassOutputs, int]]  # marked outputs by node and number
+    sources: Mapping[tuple[Node, int], tuple[RecordedPass, int]]  # marked outputs by node and number
     nodes: list[Node]  # what lies above them
     reaching: set[Node]  # nodes that lead to one of them
     variables: list[Tensor]  # leaves that are reached otherwise
@@ -256,7 +235,7 @@ class Graph:
 
 def walk_to_passes(roots: Iterable[tuple[Node | None, int]], key: object) -> Graph:
     """The graph above the marked outputs that the roots come from."""
-    queue, sources, order = list(roots), dict[tuple[Node, int], tuple[PassOutputs, int]](), dict[Node, None]()
+    queue, sources, order = list(roots), dict[tuple[Node, int], tuple[RecordedPass, int]](), dict[Node, None]()
     above, variables = dict[Node, set[Node]](), list[Tensor]()
     low = set[Node]()
     while queue:
@@ -288,20 +267,20 @@ def walk_to_passes(roots: Iterable[tuple[Node | None, int]], key: object) -> Gra
     return Graph(sources, list(order), reaching, variables)
 
 
-def pass_at(node: Node | None, number: int, key: object) -> tuple[PassOutputs, int] | None:
-    """The pass that a place in the graph is an output of, and which; None for any other place."""
-    return None if node is None else notes_of(node).get(key, {}).get(number)
+def pass_at(node: Node | None, number: int, key: object) -> tuple[RecordedPass, int] | None:
+    """The pass that a place in the graph is an output of, and which; None for any other place, and after its step."""
+    source = None if node is None else notes_of(node).get(key, {}).get(number)
+    return source if source is not None and source[0].returned else None
 
 
-def place_of(source: tuple[PassOutputs, int], results: Sequence[PassOutputs]) -> int:
+def place_of(source: tuple[RecordedPass, int], passes: Sequence[RecordedPass]) -> int:
     """Where an output lies among the tensors of all passes in order."""
-    before = next(i for i, result in enumerate(results) if result is source[0])
-    return sum(len(result.values) for result in results[:before]) + source[1]
+    return sum(len(passed.returned) for passed in passes[: passes.index(source[0])]) + source[1]
 
 
-def unique(results: Iterable[PassOutputs]) -> list[PassOutputs]:
+def unique(passes: Iterable[RecordedPass]) -> tuple[RecordedPass, ...]:
     """Each once, in order."""
-    return list({id(result): result for result in results}.values())
+    return tuple(dict.fromkeys(passes))
 
 
 def check_same(route: Route, outputs: Any, chosen: Select | None) -> None:
@@ -310,7 +289,7 @@ def check_same(route: Route, outputs: Any, chosen: Select | None) -> None:
     pairs = list(leaves(route.unsure)), list(leaves(outputs))
     if len(pairs[0]) != len(pairs[1]) or not all(are_close(*pair) for pair in zip(*pairs, strict=True)):
         compiled = "; if the model was compiled, give the optimizer the compiled model"
-        raise ValueError(route.problem or UNKNOWN.format(what="what the model returned") + compiled)
+        raise ValueError(route.problem or UNKNOWN.format(what="what the model returned since the last step") + compiled)
 
 
 def are_close(given: Tensor, output: Tensor) -> bool:
@@ -346,13 +325,14 @@ class Data:
     random: RandomState | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RecordedPass:
     """One training-mode forward pass: its inputs, and the random state that it started from.
 
     random: None for a pass that nobody does again. rounded: the precision of autocast, 0 without. computed: True if a
     parameter was the result of a computation, by `torch.func.functional_call`. returned: what it gave, with the
-    tensors' versions; empty until then.
+    tensors' versions; empty until then, and after its step. is_tensor: True if that is a tensor itself, False for one
+    or several in a container.
     """
 
     call: Call
@@ -362,10 +342,19 @@ class RecordedPass:
     rounded: float = 0.0
     computed: bool = False
     returned: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
+    is_tensor: bool = False
 
-    def keep_outputs(self, outputs: Any) -> None:
-        """Note what it gave, to compare with the same pass done again."""
-        self.returned[:] = [(t.detach(), 0 if t.is_inference() else t._version) for t in leaves(outputs)]
+    def keep_outputs(self, outputs: Any, key: str) -> None:
+        """Note what it gave, and write into its graph where it comes from. The graph keeps that, nothing else does."""
+        self.is_tensor, tensors = isinstance(outputs, Tensor), list(leaves(outputs))
+        self.returned = [(t.detach(), version_of(t)) for t in tensors]
+        for index, tensor in enumerate(tensors):
+            if tensor.grad_fn is not None:
+                notes_of(tensor.grad_fn).setdefault(key, {})[tensor.output_nr] = self, index
+
+    def release(self) -> None:
+        """Let go of the batch."""
+        self.call, self.random, self.returned = Call(()), None, []
 
     def check_repeated(self, outputs: Any) -> None:
         """RepeatError unless the pass, done again at the same parameters, gave the same but for round-off.
@@ -377,7 +366,7 @@ class RecordedPass:
             return
         tensors = list(leaves(outputs))
         for (given, version), again in zip(self.returned, tensors, strict=False):
-            if version == (0 if given.is_inference() else given._version) and not is_same(given, again, self.rounded):
+            if version == version_of(given) and not is_same(given, again, self.rounded):
                 raise RepeatError(NOT_REPEATED)
         if self.returned and len(self.returned) != len(tensors):
             raise RepeatError(NOT_REPEATED)
@@ -482,6 +471,12 @@ class Loss:
             )
         several = Passes(tuple(passed.call for passed in passes), tuple(passed.random for passed in passes))
         return Data(several, self.targets, passes[0].random)
+
+    def release(self) -> None:
+        """Let go of the batch: who keeps the loss keeps its graph, with what is hooked to it and written there."""
+        for passed in self.passes:
+            passed.release()
+        self.outputs = self.targets = self.route = None
 
     def settle(self, model: nn.Module, params: Mapping[str, Tensor], chosen: Select | None) -> Select | None:
         """What turns the model's outputs into what the loss was computed on, once the passes were done again.
@@ -611,13 +606,18 @@ class BatchRecord:
         self.begins: weakref.WeakMethod[Callable[[], None]] | None = None
         self._held: HeldState | None = None
         self.keeps = True
+        self.last: RecordedPass | None = None
+        self.computed: list[Loss] = []
         self.clear()
 
     def clear(self, moved: Iterable[Tensor] = ()) -> None:
         """Forget everything, so that nothing of a batch outlives its step, but the gradients that `moved` followed."""
+        for loss in self.computed[-1:] + [each for each in self.computed if each.slope is not None]:
+            loss.release()
+        if self.last is not None:
+            self.last.release()
         self._stepped = [(weakref.ref(p.grad), p.grad._version) for p in moved if p.grad is not None]
-        self.last: RecordedPass | None = None
-        self.computed: list[Loss] = []
+        self.last, self.computed = None, []
         self.forget_gradients()
         self.observed: Data | None = None
         self.floor = 0.0
@@ -767,8 +767,7 @@ class BatchRecord:
         """Remember which tensors a pass returned, and write it into their graph. passed: None for one not recorded."""
         self.returned = type(outputs), [weakref.ref(t) for t in leaves(outputs)]
         if passed is not None:
-            mark(outputs, passed, self.key)
-            passed.keep_outputs(outputs)
+            passed.keep_outputs(outputs, self.key)
 
     def choose(self, outputs: Any) -> tuple[Any, bool]:
         """What the loss is computed on, and whether the optimizer's own choice made it of the model's outputs."""

@@ -8,7 +8,7 @@ import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,39 @@ def test_nothing_of_a_batch_outlives_its_step(choices: str, way: str) -> None:
     batch = one_step()
     assert len(alive) >= 2  # the user's pass, and the metric's
     assert [r() for r in (*batch, *alive)] == [None] * (4 + len(alive))  # at once, without a collector
+
+
+def train_density(x: Tensor) -> tuple[Tensor, ...]:
+    """The loss of a step of `ng.ang`."""
+    params = {"precision": torch.ones(x.shape[1], dtype=x.dtype, requires_grad=True)}
+
+    def log_p(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return -0.5 * (params["precision"] * x * x).sum()
+
+    opt = ng.ang(params, ng.score_metric(log_p))
+    loss = ng.score_matching_loss(log_p, params, x)
+    loss.backward()
+    opt.step()
+    return (loss,)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, None])
+def test_a_loss_that_a_user_keeps_keeps_nothing_of_its_batch(recipe: Any) -> None:
+    x, y = X.clone(), Y.clone()
+    if recipe is None:
+        kept = train_density(x)
+        outputs = x
+    else:
+        model = net()
+        opt = recipe(model, CE)
+        outputs = model(x)
+        kept = ((CE if recipe is ng.natgrad_cg else opt.loss)(outputs, y),)
+        kept[0].backward()
+        opt.step()
+    batch = [weakref.ref(t.untyped_storage()) for t in (x, y, outputs)]
+    del x, y, outputs
+    assert [ref() for ref in batch] == [None] * 3
+    assert kept[0].grad_fn is not None
 
 
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)
