@@ -103,6 +103,7 @@ class Live:
     agreed: int = 0  # losses of the model's own that were seen to be the criterion's
     idle: frozenset[str] = frozenset()  # names of parameters that had no gradient, or are the model's no more
     gone: frozenset[int] = frozenset()  # the ids of the latter
+    names: Mapping[int, str] | None = None  # of the model's parameters by their ids, while the optimizer is built
     # parameters that a model given as such had frozen when the optimizer was built
     frozen: Sequence[weakref.ref[Tensor]] = ()
     # where the model held its modules and parameters when they were named
@@ -147,8 +148,10 @@ class ModelOptimizer(Optimizer):
         return instance
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._live.settings = tuple(defaults)
+        self._live.settings, self._live.names = tuple(defaults), self._names_by_id()
         super().__init__(params, defaults)
+        self._live.names = None
+        self._follow_groups()
         if isinstance(self.model, nn.Module) and self._given[1].get("params") is None:
             self._live.frozen = [weakref.ref(p) for p in self.model.parameters() if not p.requires_grad]
 
@@ -388,13 +391,17 @@ class ModelOptimizer(Optimizer):
         Raises:
             ValueError: For parameters of another model, or a number out of range.
         """
-        known = {id(p): name for name, p in name_parameters(self.model).items()}
-        super().add_param_group(checked_group(param_group, known, self.defaults))
+        known = self._live.names
+        super().add_param_group(checked_group(param_group, known or self._names_by_id(), self.defaults))
         self.param_groups[-1][EXTRA] = ()  # flattened states come back with the keys that are here
         # empty, torch.distributed.checkpoint would call step()
         self.state.update({p: {} for p in self.param_groups[-1]["params"]})
         self._live.places = ()
-        self._follow_groups()
+        if known is None:
+            self._follow_groups()
+
+    def _names_by_id(self) -> dict[int, str]:
+        return {id(p): name for name, p in name_parameters(self.model).items()}
 
     # checkpoints
 

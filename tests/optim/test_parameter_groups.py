@@ -85,6 +85,18 @@ def train_without_params(recipe: Any) -> torch.Tensor:
     return flat(model)
 
 
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_building_takes_no_walk_through_the_model_for_each_group(recipe: Any):
+    def count_walks(size: int) -> int:
+        model, walks = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)]), list[int]()
+        walk, groups = model.named_parameters, [{"params": list(model[i].parameters())} for i in range(size)]
+        model.named_parameters = lambda *args, **how: walks.append(1) or walk(*args, **how)
+        recipe(model, CE, params=groups)
+        return len(walks)
+
+    assert count_walks(9) == count_walks(1)
+
+
 @pytest.mark.parametrize(
     ("recipe", "part"), [*((r, "body") for r in RECIPES), *((r, "head") for r in (*FIRST, ng.online_ng))]
 )
