@@ -578,7 +578,7 @@ class BatchRecord:
         last: The last training pass.
         losses: Those that `backward` went through since the gradients were cleared, as often as it did. A loss that was
             only looked at (validation, logging) is none of them.
-        computed: All training losses since the last step.
+        computed: The training losses since the last step, but those whose gradients were cleared.
         outputs: The optimizer's own choice among the model's outputs.
         batch: Another number each time that the gradients were cleared.
         density: The name of the unnormalised model that the metric belongs to; empty for a model with outputs.
@@ -608,11 +608,12 @@ class BatchRecord:
         self.keeps = True
         self.last: RecordedPass | None = None
         self.computed: list[Loss] = []
+        self.losses: list[Loss] = []
         self.clear()
 
     def clear(self, moved: Iterable[Tensor] = ()) -> None:
         """Forget everything, so that nothing of a batch outlives its step, but the gradients that `moved` followed."""
-        for loss in self.computed[-1:] + [each for each in self.computed if each.slope is not None]:
+        for loss in [*self.losses, *self.computed[-1:], *(each for each in self.computed if each.slope is not None)]:
             loss.release()
         if self.last is not None:
             self.last.release()
@@ -624,10 +625,10 @@ class BatchRecord:
         self.searched: Data | None = None
 
     def forget_gradients(self) -> None:
-        """The gradients are cleared: forget the losses that they came from."""
+        """The gradients are cleared: forget the losses that they came from, but for the last, which tells of them."""
+        self.computed = [loss for loss in self.computed[:-1] if loss.slope is None] + self.computed[-1:]
         self.batch = next(BATCHES)
-        self.is_stale = False
-        self.losses: list[Loss] = []
+        self.is_stale, self.losses = False, []
         self._going = False  # whether a backward pass that reached a loss is under way
         self._left: set[tuple[int, int]] = set()  # the marks of the gradients at its end
         # the marks at its beginning, and the losses before it with their slopes

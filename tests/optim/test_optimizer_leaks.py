@@ -194,6 +194,18 @@ def test_a_loss_that_a_user_keeps_keeps_nothing_of_its_batch(recipe: Any) -> Non
     assert kept[0].grad_fn is not None
 
 
+@pytest.mark.parametrize("recipe", [ng.kfac, ng.hessian_free])
+def test_a_batch_without_a_step_goes_with_its_gradients(recipe: Any) -> None:
+    model, batches = net(), list[Any]()
+    opt = recipe(model, CE)
+    for _ in range(3):  # as another optimizer takes the steps
+        x = X.clone()
+        opt.zero_grad()
+        opt.loss(model(x), Y).backward()
+        batches.append(weakref.ref(x.untyped_storage()))
+    assert batches[0]() is None
+
+
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)
 def test_what_is_told_of_the_last_steps_holds_none_of_their_directions(recipe: Any) -> None:
     model = net()
