@@ -368,9 +368,7 @@ class Categorical(LogitFamily, NaturalLikelihood):
         return drawn.view(moved.shape[:-1])
 
     def mv(self, outputs: Tensor, tangents: Tensor) -> Tensor:
-        y = outputs.softmax(-1)
-        weighted = y * tangents
-        return weighted - y * weighted.sum(-1, keepdim=True)
+        return multiply_simplex(outputs.softmax(-1), tangents)
 
     def root(self, outputs: Tensor) -> Tensor:
         y = outputs.softmax(-1)
@@ -537,8 +535,7 @@ class SimplexFisher(Operator):
     def mm(self, block: Tensor) -> Tensor:
         if self.dual:
             return self._centre(self._centre(block) / (self.trials * self._positive()).unsqueeze(1))
-        weighted = self.y.unsqueeze(1) * block
-        return self.trials * (weighted - self.y.unsqueeze(1) * weighted.sum(0))
+        return self.trials * multiply_simplex(self.y.expand_as(block.mT), block.mT).mT
 
     def root(self) -> Tensor | None:
         if self.dual:
@@ -582,7 +579,16 @@ def classes_entropy(logits: Tensor) -> Tensor:
 def simplex_forms(theta: Tensor) -> Tensor:
     """diag(y) - y y^T, y = softmax(theta), (..., C) -> (..., C, C)."""
     y = theta.softmax(-1)
-    return torch.diag_embed(y) - y.unsqueeze(-1) * y.unsqueeze(-2)
+    products = y.unsqueeze(-1) * y.unsqueeze(-2)
+    others = products - torch.diag_embed(products.diagonal(dim1=-2, dim2=-1))
+    return torch.diag_embed(others.sum(-1)) - others  # not y - y^2, which keeps no digit of a class that is certain
+
+
+def multiply_simplex(y: Tensor, tangents: Tensor) -> Tensor:
+    """(diag(y) - y y^T) t for probabilities y and tangents t, both (..., C)."""
+    # constants in t do not count: without the likeliest class's entry nothing cancels where 1 - y is next to nothing
+    moved = tangents - torch.take_along_dim(tangents, y.argmax(-1, keepdim=True), -1)
+    return y * (moved - (y * moved).sum(-1, keepdim=True))
 
 
 def centre_logits(eta: Tensor, total: int) -> Tensor:

@@ -24,6 +24,18 @@ GENERATOR = torch.Generator().manual_seed(0)
 BOTH = [Bernoulli(), Bernoulli(3), Poisson(), Poisson(3), Categorical(), Categorical(3)]
 
 
+@pytest.mark.parametrize("family", [Categorical(4), Multinomial(3, 4)], ids=repr)
+def test_products_keep_their_digits_where_a_class_is_nearly_certain(family):
+    theta, vectors = tensor([[15.0, -1, 0, 1]]), draw(5, 4)
+    exact, single = family.covariance(theta), family.covariance(theta.float())
+    assert_close(single.double(), exact, rtol=1e-5, atol=0.0)
+    products = {"operator": family.fisher(theta[0].float()).mm(vectors.float().mT).mT}
+    if isinstance(family, ng.Likelihood):
+        products["form"] = family.mv(theta.float().expand(5, 4), vectors.float())
+    for product in products.values():
+        assert_close(product.double(), vectors @ exact[0], rtol=1e-5, atol=1e-12)
+
+
 @pytest.mark.parametrize("family", BOTH, ids=repr)
 def test_both_faces_in_one_class(family):
     assert isinstance(family, ExponentialFamily)
