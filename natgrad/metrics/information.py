@@ -387,8 +387,13 @@ def of_location(density: Any, of_scale: float) -> Tensor:
 
 
 def of_logits(density: Any, information: Callable[[Tensor], Tensor]) -> Tensor:
-    """A number of p, for the logit."""
-    return weigh(information(density.probs.detach()), density.logits).unsqueeze(-1)
+    """A number of the logit, for it."""
+    return weigh(information(density.logits.detach()), density.logits).unsqueeze(-1)
+
+
+def of_bit(logits: Tensor) -> Tensor:
+    """p (1 - p), p = sigmoid(logits)."""
+    return logits.sigmoid() * (-logits).sigmoid()  # 1 - p rounds to 0 in float32 beyond 17
 
 
 def of_rate(rate: Tensor) -> Tensor:
@@ -434,11 +439,9 @@ COORDINATES: dict[type, Callable[[Any], Tensor]] = {
     distributions.Normal: partial(of_location, of_scale=2.0),
     distributions.LogNormal: partial(of_location, of_scale=2.0),
     distributions.Laplace: partial(of_location, of_scale=1.0),
-    distributions.Bernoulli: partial(of_logits, information=lambda p: p * (1 - p)),
-    distributions.Geometric: partial(of_logits, information=lambda p: 1 - p),
-    distributions.Binomial: lambda density: (
-        density.total_count.sqrt().unsqueeze(-1) * of_logits(density, lambda p: p * (1 - p))
-    ),
+    distributions.Bernoulli: partial(of_logits, information=of_bit),
+    distributions.Geometric: partial(of_logits, information=lambda logits: (-logits).sigmoid()),
+    distributions.Binomial: lambda density: density.total_count.sqrt().unsqueeze(-1) * of_logits(density, of_bit),
     distributions.Categorical: of_classes,
     distributions.OneHotCategorical: of_classes,
     distributions.Poisson: lambda density: of_rate(density.rate),

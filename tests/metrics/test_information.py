@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,6 +116,15 @@ def test_rows_with_a_certain_outcome_have_no_information(name: str) -> None:
     metric = ng.fisher(CERTAIN[name], p)
     alone = metric.at(p, (rows[some], y[some])).dense()
     assert_close(metric.at(p, (rows, y)).dense(), alone * some.sum() / len(X))
+
+
+@pytest.mark.parametrize("law", [distributions.Bernoulli, distributions.Geometric, partial(distributions.Binomial, 5)])
+def test_outcomes_that_are_nearly_certain_keep_the_digits_of_their_information(law: Any) -> None:
+    def measure(p: Params) -> Tensor:
+        return ng.fisher(lambda p: law(logits=p["logits"]), p).at(p, torch.zeros(1)).diagonal().double()
+
+    p = params(logits=[15.0, 20.0, -15.0])
+    assert_close(measure({"logits": p["logits"].float()}), measure(p), rtol=1e-5, atol=0.0)
 
 
 def test_information_of_dirichlet_beta_and_independent_entries() -> None:
