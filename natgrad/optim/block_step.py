@@ -324,14 +324,15 @@ class BlockWork(Work):
             steps |= parts
             if known.even and all(len({self.rates[n] for n in block.layout.names}) == 1 for block in known.blocks):
                 names = [block.layout.names[0] for block in known.blocks]
-                tables.append(inner_products([stack.gradient, stack.mean, solved]))
+                triples = [(stack.gradient, stack.mean, solved)]
             else:
-                names, sides = list(parts), [split_stack(known, side) for side in (stack.gradient, stack.mean)]
-                tables += [inner_products([side[n].unsqueeze(0) for side in (*sides, parts)]) for n in names]
+                names, split = list(parts), [*(split_stack(known, t) for t in (stack.gradient, stack.mean)), parts]
+                triples = [tuple(side[n].unsqueeze(0) for side in split) for n in names]
+            tables += [inner_products([(g, g), (m, m), (g, d), (m, d), (d, d)]) for g, m, d in triples]
             firsts += [(name, known.counts.get(name, 0)) for name in names]
         numbers = list_numbers(torch.cat([table.to(self.device) for table in tables])) if tables else []
         products = dict[str, Products]()
-        for (name, count), ((square, _, slope), (_, mean, promise), (*_, size)) in zip(firsts, numbers, strict=True):
+        for (name, count), (square, mean, slope, promise, size) in zip(firsts, numbers, strict=True):
             products[name] = Products(promise, slope, size)
             if decay := self.momenta[name]:  # without momentum nothing is known of the noise
                 signal = (mean, square, square * noise_in_mean(decay, count))

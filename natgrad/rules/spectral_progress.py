@@ -151,11 +151,12 @@ class SpectralProgress(Rule):
         repeated = last is not None and "again" in memory
         d = last if repeated and last is not None else self._turn(stack, n)
         usual, sizes = self._measure_lengths(stack, d)
-        vectors = [v.flatten(0, 1) for v in (stack.gradient, n, d, d if last is None else last)]
+        pairs = [(stack.gradient, d), (n, d), (stack.gradient, d if last is None else last)]
         known = [] if last is None else [memory[name] for name in LengthMemory._fields]
         # the second time a direction is shorter: it is dearer than its gradient
         again = self.progress > 0 and not repeated and "cut" in stack.prepared and min(n.shape[-2:]) >= WIDE
-        asked = [inner_products(vectors), *([] if sizes is None else [sizes]), *known]
+        products = inner_products([(x.flatten(0, 1), y.flatten(0, 1)) for x, y in pairs])
+        asked = [products, *([] if sizes is None else [sizes]), *known]
         return StackDirection(d, usual, sizes, repeated, again, asked)
 
     def _set_lengths(
@@ -163,8 +164,8 @@ class SpectralProgress(Rule):
     ) -> ShapedStack:
         """The steps of a stack, whose lengths are arithmetic on numbers.
 
-        table: the 16 inner products of g, n, d and the last d of each group of each block. rest: the sizes, where they
-        are known, and the `LengthMemory` of the blocks, where they have one.
+        table: g . d, n . d and g . d' of each group of each block, for the last d'. rest: the sizes, where they are
+        known, and the `LengthMemory` of the blocks, where they have one.
         """
         d, warm, most = way.directions, min(1.0, (stack.steps + 1) / self.warm), self._bound_scale(stack.examples)
         groups = d.shape[1]
@@ -173,8 +174,7 @@ class SpectralProgress(Rule):
         for i, usual in enumerate(way.usual):
             length = warm * usual
             own = range(groups * i, groups * (i + 1))
-            rows = [table[16 * j : 16 * j + 16] for j in own]
-            slope, now = (sum(row[place] for row in rows) for place in (6, 3))  # n . d, and g along the last d
+            slope, now = (sum(table[3 * j + place] for j in own) for place in (1, 2))
             if self.progress:
                 before = LengthMemory(*(numbers[i] for numbers in past)) if past else None
                 after, scale = self._follow(before, slope, now, stack.steps, most)
@@ -183,7 +183,7 @@ class SpectralProgress(Rule):
                     after = after._replace(slope=before.slope)
                 length *= scale
                 progress.append(after)
-            slopes.append(length * sum(sizes[j] * row[2] for j, row in zip(own, rows, strict=True)))  # g . d
+            slopes.append(length * sum(sizes[j] * table[3 * j] for j in own))
             lengths.append(length * sizes[groups * i] if groups == 1 else length)
         memory = {} if way.sizes is None else {"size": way.sizes}
         if progress:
