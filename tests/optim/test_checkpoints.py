@@ -179,3 +179,13 @@ def test_what_was_lost_is_an_error(lost: str):
     with pytest.raises(ValueError, match="packed state in state_dict cannot be read"):
         unpack_tree(cut)
     json.loads(packed[0])
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, math.inf), ({"max_kl": 10.0}, 10.0), ({"max_kl": 0.1}, 0.1)])
+def test_a_bound_that_nobody_set_is_none_where_it_once_was_ten_nats(given: dict[str, float], expected: float):
+    state = ng.kfac(net(), CE, **given).state_dict()
+    for group in state["param_groups"]:
+        group["max_kl"] = min(group["max_kl"], 10.0)  # as older checkpoints have it
+    opt = ng.kfac(net(), CE, **given)
+    opt.load_state_dict(state)
+    assert [group["max_kl"] for group in opt.param_groups] == [expected]
